@@ -1,4 +1,4 @@
-"""Where Roulant keeps its files on this host, and the only reader of the environment.
+"""Where Roulant keeps its files on this host, and the only place that touches the environment.
 
 `$ROULANT_HOME` (default `~/.cache/roulant`) holds `models/` and `keys/`.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -41,9 +43,9 @@ def roulant_home() -> Path:
 
 
 def secret(name: str, env: str, *, home: Path | None = None) -> str:
-    """The value of environment variable `env` if it is set, else the key kept as `keys/<name>`, made when first asked for.
+    """The value of environment variable `env` if it is set, else the key kept in file `keys/<name>`.
 
-    The file has mode 0600. Processes that ask at the same moment all get the same key.
+    The key is made when it is first asked for; the file has mode 0600. Processes that ask at once all get the same key.
     """
     if value := os.environ.get(env):
         return value
@@ -58,11 +60,9 @@ def secret(name: str, env: str, *, home: Path | None = None) -> str:
             file.write(KEY_PREFIX + secrets.token_urlsafe(24) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        try:
-            # A link appears whole or not at all, and the second process to make it fails.
-            os.link(draft, path)
-        except FileExistsError:
-            pass
+        # A link appears whole or not at all, and only one process can make it.
+        with suppress(FileExistsError):
+            path.hardlink_to(draft)
     finally:
         draft.unlink()
     made = _read_key(path)
@@ -74,6 +74,11 @@ def secret(name: str, env: str, *, home: Path | None = None) -> str:
 def local_key(which: Secret, *, home: Path | None = None) -> str:
     """The key that a service started on this host accepts; made when first asked for."""
     return secret(which.value, _ENVIRONMENT[which], home=home)
+
+
+def export(settings: Mapping[str, str]) -> None:
+    """Set variables for the libraries that this process has yet to import, and for the processes that it starts."""
+    os.environ.update(settings)
 
 
 def client_settings() -> ClientSettings:

