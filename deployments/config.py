@@ -1,0 +1,269 @@
+"""What one service is: models, tenants, keys, HTTP and queue bounds. One YAML file, checked whole before anything starts.
+
+A wrong file is refused with `ConfigFileError`, one line per fault, each naming the full path of the key
+(``models[0].engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from cluster.api import Lane, Limits, Tenant
+from engine.api import EngineError
+from engine.config import Dtype, EngineConfig, ExecutorKind
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Quota = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+ModelName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}$")]
+PriorityName = Literal["interactive", "standard", "batch"]
+
+
+class ConfigFileError(ValueError):
+    """The configuration cannot be used. The message has one line per fault."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSection(_Section):
+    """The engine of a model; see `engine.config.EngineConfig` for what each key means."""
+
+    executor: ExecutorKind = ExecutorKind.MODEL
+    dtype: Dtype = Dtype.BFLOAT16
+    device: str = "cpu"
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 32
+    max_num_batched_tokens: Count = 512
+    block_size: Count = 16
+    num_kv_blocks: Count | None = None
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    num_threads: Count | None = None
+
+    def engine_config(self, folder: str) -> EngineConfig:
+        """The engine's own configuration, for the weights in `folder`. Raises EngineError."""
+        return EngineConfig(model=folder, **dict(self))
+
+    @model_validator(mode="after")
+    def _engine_accepts_it(self) -> Self:
+        try:
+            self.engine_config("")
+        except EngineError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class ModelSection(_Section):
+    """One served model. `model` is a folder, the name of a pulled model or its hub id; by default it is the id."""
+
+    id: ModelName
+    model: str | None = None
+    aliases: tuple[ModelName, ...] = ()
+    replicas: Count = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1
+    """Cores that Ray sets aside for each replica."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0
+    engine: EngineSection = EngineSection()
+
+    @property
+    def source(self) -> str:
+        return self.model or self.id
+
+
+class LimitsSection(_Section):
+    """A tenant's quota; an absent key is unlimited, 0 allows nothing."""
+
+    requests_per_minute: Quota | None = None
+    tokens_per_minute: Quota | None = None
+    burst_s: Count = 60
+    concurrent_requests: Quota | None = None
+
+
+class TenantSection(_Section):
+    """Who is served. `models` absent: all of them."""
+
+    id: Name
+    name: str | None = None
+    weight: Count = 1
+    max_priority: PriorityName = "interactive"
+    models: tuple[ModelName, ...] | None = None
+    limits: LimitsSection = LimitsSection()
+
+    def tenant(self) -> Tenant:
+        return Tenant(
+            id=self.id,
+            name=self.name or self.id,
+            weight=self.weight,
+            max_priority=Lane[self.max_priority.upper()],
+            models=self.models,
+            limits=Limits(**dict(self.limits)),
+        )
+
+
+class KeySection(_Section):
+    """A key of a tenant: the value of the variable `env` if it is set, else kept in `$ROULANT_HOME/keys/<file>`.
+
+    The file is made, with a random key in it, when it is first needed.
+    """
+
+    tenant: Name
+    file: Name
+    env: Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
+    admin: StrictBool = False
+
+
+class HttpSection(_Section):
+    """Where the service listens, and the largest body it reads."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 8000
+    """0: any free port."""
+    max_body_bytes: Count = 4 * 1024 * 1024
+
+
+class IngressSection(_Section):
+    """The HTTP front: processes that parse, tokenise and stream."""
+
+    replicas: Count = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0
+    """Cores that Ray sets aside for each; 0 because a local front shares its cores with the model."""
+
+
+class AdmissionSection(_Section):
+    """Bounds of the queues in front of each model."""
+
+    max_waiting_per_tenant: Count = 256
+    max_waiting: Count = 1024
+
+
+class RoulantConfig(_Section):
+    """A whole service."""
+
+    models: tuple[ModelSection, ...]
+    tenants: tuple[TenantSection, ...]
+    keys: tuple[KeySection, ...]
+    http: HttpSection = HttpSection()
+    ingress: IngressSection = IngressSection()
+    admission: AdmissionSection = AdmissionSection()
+
+    @field_validator("models", "tenants", "keys")
+    @classmethod
+    def _one_at_least(cls, entries: tuple[BaseModel, ...]) -> tuple[BaseModel, ...]:
+        # Not `Field(min_length=1)`: that also complains when the only entry has a fault of its own.
+        if not entries:
+            raise ValueError("at least one is needed")
+        return entries
+
+    @field_validator("models")
+    @classmethod
+    def _model_names_are_unique(cls, models: tuple[ModelSection, ...]) -> tuple[ModelSection, ...]:
+        _refuse_repeats("model id or alias", [name for model in models for name in (model.id, *model.aliases)])
+        return models
+
+    @field_validator("tenants")
+    @classmethod
+    def _tenant_ids_are_unique(cls, tenants: tuple[TenantSection, ...]) -> tuple[TenantSection, ...]:
+        _refuse_repeats("tenant id", [tenant.id for tenant in tenants])
+        return tenants
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Self:
+        tenants = [tenant.id for tenant in self.tenants]
+        models = [model.id for model in self.models]
+        for index, key in enumerate(self.keys):
+            if key.tenant not in tenants:
+                raise ValueError(f"keys[{index}].tenant: there is no tenant {key.tenant!r}{_hint(key.tenant, tenants)}")
+        for tenant in self.tenants:
+            for name in tenant.models or ():
+                if name not in models:
+                    raise ValueError(f"tenant {tenant.id!r} may use {name!r}: no such model id{_hint(name, models)}")
+        return self
+
+
+def load_config(path: Path) -> RoulantConfig:
+    """Read and check a YAML file. Raises ConfigFileError; OSError if it cannot be read."""
+    try:
+        return parse_config(path.read_text(encoding="utf-8"))
+    except ConfigFileError as error:
+        raise ConfigFileError(f"{path}:\n{error}") from error
+
+
+def parse_config(text: str) -> RoulantConfig:
+    """Check the text of a configuration. Raises ConfigFileError."""
+    try:
+        document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"  not valid YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigFileError(f"  expected a mapping with the keys {', '.join(RoulantConfig.model_fields)}")
+    try:
+        return RoulantConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigFileError("\n".join(f"  {line}" for line in _fault_lines(error))) from error
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML says that keys are unique; the stock loader lets the last one win, which hides mistakes."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} appears twice in one mapping", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _fault_lines(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        path = _path_text(fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            key = str(fault["loc"][-1])
+            yield f"{path}: unknown key{_hint(key, _known_keys(fault))}"
+        elif fault["type"] == "missing":
+            yield f"{path}: required"
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            yield f"{path}: {message}" if path else message
+
+
+def _path_text(loc: Sequence[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def _known_keys(fault: ErrorDetails) -> list[str]:
+    """The keys of the section in which a fault lies: follow its path from the root through the field types."""
+    section: type[BaseModel] = RoulantConfig
+    for part in fault["loc"][:-1]:
+        if isinstance(part, str):
+            section = _section_in(section.model_fields[part].annotation)
+    return list(section.model_fields)
+
+
+def _section_in(annotation: object) -> type[BaseModel]:
+    candidates = (annotation, *get_args(annotation))
+    return next(found for found in candidates if isinstance(found, type) and issubclass(found, BaseModel))
+
+
+def _hint(wrong: str, known: Sequence[str]) -> str:
+    """How to go on from a wrong name: the nearest right one, or all of them."""
+    near = get_close_matches(wrong, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+
+
+def _refuse_repeats(what: str, names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{what} used more than once: {', '.join(repeated)}")

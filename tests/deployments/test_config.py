@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.api import Lane, Limits, Tenant
+from deployments.config import ConfigFileError, ModelSection, RoulantConfig, load_config, parse_config
+from engine.config import Dtype, EngineConfig, ExecutorKind
+
+LOCAL = Path(__file__).parents[2] / "deployments" / "configs" / "local.yaml"
+
+SMALL = """
+models:
+  - id: tiny
+tenants:
+  - id: acme
+keys:
+  - {tenant: acme, file: acme, env: ACME_KEY}
+"""
+
+
+def faults(text: str) -> list[str]:
+    with pytest.raises(ConfigFileError) as refusal:
+        parse_config(text)
+    return [line.strip() for line in str(refusal.value).splitlines()]
+
+
+def test_a_small_file_is_completed_with_defaults() -> None:
+    config = parse_config(SMALL)
+
+    assert config.models == (ModelSection(id="tiny"),)
+    assert config.models[0].source == "tiny"
+    assert config.tenants[0].tenant() == Tenant(id="acme", name="acme")
+    assert config.http.host == "127.0.0.1"
+    assert config.ingress.replicas == 1
+
+
+def test_the_local_configuration_serves_two_tenants_of_different_weight_and_quota() -> None:
+    config = load_config(LOCAL)
+
+    local, trial = (section.tenant() for section in config.tenants)
+    assert [model.id for model in config.models] == ["smollm2-135m-instruct"]
+    assert (local.weight, trial.weight) == (4, 1)
+    assert trial.limits == Limits(requests_per_minute=20, tokens_per_minute=4000, concurrent_requests=2)
+    assert trial.max_priority is Lane.STANDARD
+    assert [key.tenant for key in config.keys if key.admin] == ["local"]
+    assert config.http.host == "127.0.0.1"
+
+
+def test_engine_settings_become_the_engines_own_configuration() -> None:
+    config = parse_config(
+        SMALL.replace(
+            "- id: tiny",
+            "- {id: tiny, engine: {executor: simulated, dtype: float32, max_num_seqs: 4, num_kv_blocks: 9}}",
+        )
+    )
+
+    assert config.models[0].engine.engine_config("/models/tiny") == EngineConfig(
+        model="/models/tiny",
+        executor=ExecutorKind.SIMULATED,
+        dtype=Dtype.FLOAT32,
+        max_num_seqs=4,
+        num_kv_blocks=9,
+    )
+
+
+def test_a_misspelled_key_is_named_by_its_full_path_with_the_right_name() -> None:
+    text = SMALL.replace("- id: tiny", "- {id: tiny, engine: {max_num_seq: 4}}")
+
+    assert faults(text) == ["models[0].engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?"]
+
+
+def test_a_misspelled_key_at_the_top_is_named_too() -> None:
+    assert faults(SMALL + "htpp: {}\n") == ["htpp: unknown key; did you mean 'http'?"]
+
+
+def test_a_key_that_resembles_nothing_is_answered_with_all_keys() -> None:
+    text = SMALL.replace("- id: acme", "- {id: acme, xyzzy: 1}")
+
+    assert faults(text) == ["tenants[0].xyzzy: unknown key; known: id, name, weight, max_priority, models, limits"]
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    text = SMALL.replace("- id: tiny", "- {id: tiny, replicas: 0}").replace("- id: acme", "- {id: acme, weight: -1}")
+
+    assert [fault.partition(":")[0] for fault in faults(text)] == ["models[0].replicas", "tenants[0].weight"]
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    (fault, *_) = faults(SMALL + "http: {port: 1}\nhttp: {port: 2}\n")
+
+    assert fault == "not valid YAML: the key 'http' appears twice in one mapping"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("- id: tiny", "- {id: tiny, engine: {dtype: int3}}", "'bfloat16', 'float16' or 'float32'"),
+        ("- id: tiny", "- {id: tiny, engine: {executor: gpu}}", "'model' or 'simulated'"),
+        ("- id: acme", "- {id: acme, max_priority: urgent}", "'interactive', 'standard' or 'batch'"),
+    ],
+)
+def test_a_wrong_choice_is_answered_with_the_choices(old: str, new: str, fault: str) -> None:
+    assert fault in faults(SMALL.replace(old, new))[0]
+
+
+@pytest.mark.parametrize("value", ["true", "1.5", "'3'", "-1"])
+def test_a_quota_is_a_whole_number_that_is_not_negative(value: str) -> None:
+    text = SMALL.replace("- id: acme", f"- {{id: acme, limits: {{requests_per_minute: {value}}}}}")
+
+    assert faults(text)[0].startswith("tenants[0].limits.requests_per_minute: ")
+
+
+def test_settings_that_the_engine_refuses_are_refused_at_load() -> None:
+    text = SMALL.replace("- id: tiny", "- {id: tiny, engine: {num_kv_blocks: 4, memory_fraction: 0.5}}")
+
+    assert faults(text) == [
+        "models[0].engine: num_kv_blocks and memory_fraction both size the KV cache; set one of them"
+    ]
+
+
+def test_a_key_of_an_unknown_tenant_is_refused_with_the_nearest_one() -> None:
+    assert faults(SMALL.replace("tenant: acme", "tenant: acne")) == [
+        "keys[0].tenant: there is no tenant 'acne'; did you mean 'acme'?"
+    ]
+
+
+def test_a_tenant_cannot_be_given_a_model_that_is_not_served() -> None:
+    text = SMALL.replace("- id: acme", "- {id: acme, models: [huge]}")
+
+    assert faults(text) == ["tenant 'acme' may use 'huge': no such model id; known: tiny"]
+
+
+def test_one_name_cannot_stand_for_two_models() -> None:
+    text = SMALL.replace("- id: tiny", "- id: tiny\n  - {id: other, aliases: [tiny]}")
+
+    assert faults(text) == ["models: model id or alias used more than once: tiny"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "just words"])
+def test_a_file_that_is_no_mapping_is_told_what_is_expected(text: str) -> None:
+    assert faults(text) == [f"expected a mapping with the keys {', '.join(RoulantConfig.model_fields)}"]
+
+
+def test_an_empty_list_of_models_is_refused() -> None:
+    assert faults(SMALL.replace("models:\n  - id: tiny", "models: []")) == ["models: at least one is needed"]
+
+
+def test_a_fault_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("models: 1\n")
+
+    with pytest.raises(ConfigFileError, match=r"service\.yaml:\n  models: "):
+        load_config(path)
