@@ -10,14 +10,20 @@ from enum import IntEnum, StrEnum
 
 __all__ = [
     "AdmissionAsk",
+    "AdmissionSnapshot",
     "Lane",
     "LimitStatus",
     "Limits",
+    "ModelSnapshot",
     "Permit",
+    "QueuePolicy",
+    "Queued",
     "Refusal",
     "RefusalCode",
     "Tenant",
+    "TenantSnapshot",
     "Usage",
+    "WaitingCount",
     "WindowStatus",
 ]
 
@@ -52,6 +58,14 @@ class Limits:
     burst_s: int = 60
     concurrent_requests: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; a limit is None (unlimited) or at least 0")
+        if self.burst_s < 1:
+            raise ValueError(f"burst_s is {self.burst_s}; it is at least 1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
@@ -64,6 +78,24 @@ class Tenant:
     models: tuple[str, ...] | None = None
     limits: Limits = Limits()
 
+    def __post_init__(self) -> None:
+        if self.weight < 1:
+            raise ValueError(f"the weight of tenant {self.id!r} is {self.weight}; it is at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePolicy:
+    """Bounds of the queue in front of each model.
+
+    `max_waiting_per_tenant` counts one tenant's requests for one model. A request waits `max_wait_s` at most; each
+    `aging_s` that it has waited in its lane lifts it by one lane.
+    """
+
+    max_waiting_per_model: int = 1024
+    max_waiting_per_tenant: int = 256
+    max_wait_s: float = 60.0
+    aging_s: float = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionAsk:
@@ -75,6 +107,13 @@ class AdmissionAsk:
     lane: Lane
     prompt_tokens: int
     max_output_tokens: int | None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0:
+            raise ValueError(
+                f"request {self.request_id!r} asks for {self.prompt_tokens} prompt tokens and "
+                f"{self.max_output_tokens} output tokens; neither can be negative"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +141,9 @@ class Permit:
     tenant: str
     model: str
     lane: Lane
+    prompt_tokens: int
     reserved_tokens: int
+    """The prompt and the output that was asked for or expected."""
     status: LimitStatus
 
 
@@ -110,10 +151,22 @@ class Permit:
 class Refusal:
     """Why not, and when to come back. `retry_after_s` None: never, unchanged."""
 
+    request_id: str
     code: RefusalCode
     message: str
     retry_after_s: int | None
     status: LimitStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """The request waits; a later `dispatch` decides it. `waiting` counts it and all others that wait for the model."""
+
+    request_id: str
+    waiting: int
+    waiting_of_tenant: int
+    deadline_ns: int
+    """When it will be refused if it still waits, on the clock that the caller passes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +176,52 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
 
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0 or self.completion_tokens < 0:
+            raise ValueError(f"usage cannot be negative: {self.prompt_tokens} + {self.completion_tokens} tokens")
+
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingCount:
+    """How many requests of one tenant wait in one lane; a request that aged counts in the lane it was lifted to."""
+
+    lane: Lane
+    tenant: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSnapshot:
+    """One model as admission sees it. `slots` and `kv_tokens` are what its live replicas report, summed."""
+
+    model: str
+    waiting: tuple[WaitingCount, ...]
+    permits_open: int
+    replicas: int
+    slots: int
+    kv_tokens: int
+    committed_slots: int
+    committed_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSnapshot:
+    """One tenant's account. Open reservations are those of waiting and of running requests; used counts since start."""
+
+    tenant: str
+    open_reservations: int
+    reserved_tokens: int
+    used_requests: int
+    used_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSnapshot:
+    """The admission controller at one moment, for operators."""
+
+    models: tuple[ModelSnapshot, ...]
+    tenants: tuple[TenantSnapshot, ...]
