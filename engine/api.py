@@ -152,8 +152,11 @@ class Engine(Protocol):
         Raises RequestRefusedError before the first delta, EngineDeadError at any point.
         """
 
-    def cancel(self, request_id: str) -> int | None:
-        """End a request within one step; returns how many output tokens it had generated, None if it is unknown."""
+    async def cancel(self, request_id: str) -> int | None:
+        """End a request within one step; returns how many output tokens it had generated.
+
+        Also answers for requests that ended a short while ago; None if it is unknown.
+        """
 
     def stats(self) -> EngineStats:
         """The present counts."""

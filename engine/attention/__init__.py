@@ -1,0 +1,1 @@
+"""Paged attention over a ragged batch: one signature, several backends."""

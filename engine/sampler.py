@@ -1,0 +1,89 @@
+"""Logits to tokens, vectorised over the batch.
+
+Randomness is one uniform number per token, a hash of (seed, position), and the token is found by inverting the
+cumulative distribution in vocabulary order. So a stream depends on its seed and its logits alone: not on its
+neighbours, nor on what was sampled before, nor on the process that runs it.
+
+The hash is SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014),
+applied twice so that both numbers are well mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.plan import Chunk
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that belongs to (seed, position); 53 bits."""
+    return (_mix(_mix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    """The next token of each chunk.
+
+    logits: [chunks, vocab], float32; changed in place where tokens are banned.
+    """
+    for row, chunk in enumerate(chunks):
+        if chunk.banned_token_ids:
+            logits[row, list(chunk.banned_token_ids)] = float("-inf")
+    token_ids: list[int] = logits.argmax(dim=-1).tolist()
+    rows = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    if rows:
+        sampled = _sample_rows(logits[rows], [chunks[row] for row in rows])
+        for row, token_id in zip(rows, sampled, strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _sample_rows(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    """Tokens of the rows that are not greedy. logits: [rows, vocab]."""
+    import torch
+
+    def column(values: list[float]) -> torch.Tensor:  # [rows, 1]
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    temperature = column([chunk.sampling.temperature for chunk in chunks])
+    # float64: a cumulative sum over the vocabulary in float32 would move the borders by more than some tokens' mass.
+    probs = torch.softmax(logits.double() / temperature, dim=-1)
+    if any(chunk.sampling.top_k is not None or chunk.sampling.top_p < 1 for chunk in chunks):
+        probs = _keep_top(probs, chunks)
+    if any(chunk.sampling.min_p > 0 for chunk in chunks):
+        floor = column([chunk.sampling.min_p for chunk in chunks]) * probs.amax(dim=-1, keepdim=True)
+        probs = probs.where(probs >= floor, 0.0)
+    cumulative = probs.cumsum(dim=-1)
+    numbers = column([uniform(chunk.sampling.seed, chunk.end) for chunk in chunks])
+    target = numbers * cumulative[:, -1:]
+    # The first token whose cumulative mass exceeds the target: one with mass of its own, as target < total.
+    token_ids: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+    return token_ids
+
+
+def _keep_top(probs: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Zero all but the top-k, then all but the smallest set that holds top-p of what is left. probs: [rows, vocab]."""
+    import torch
+
+    vocab = probs.shape[-1]
+    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    k = torch.tensor([min(chunk.sampling.top_k or vocab, vocab) for chunk in chunks], device=probs.device)[:, None]
+    ordered = ordered.where(torch.arange(vocab, device=probs.device) < k, 0.0)
+    p = torch.tensor([chunk.sampling.top_p for chunk in chunks], dtype=probs.dtype, device=probs.device)[:, None]
+    before = ordered.cumsum(dim=-1) - ordered
+    # A row with top_p = 1 keeps everything, rounding of the sum notwithstanding.
+    ordered = ordered.where((before < p * ordered.sum(dim=-1, keepdim=True)) | (p >= 1), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, index, ordered)

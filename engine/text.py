@@ -1,0 +1,192 @@
+"""Text to tokens and back: chat templates, incremental detokenisation, stop strings. No torch.
+
+Incremental detokenisation. One character may take several tokens, and what a token decodes to can depend on the one
+before it. So text is never the sum of single tokens: two marks walk over the ids, ``prefix`` and ``read``. The text of
+``ids[prefix:]`` minus the text of ``ids[prefix:read]`` is what the ids after ``read`` add. While that ends in U+FFFD
+the last character may be incomplete, and nothing is said. Otherwise it is emitted and both marks move on, so that the
+window stays a few tokens long however long the text grows.
+
+Stop strings. Text may be sent only if it can no longer turn out to be the beginning of a stop string: the longest
+suffix of the unsent text that is a prefix of some stop string is held back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+REPLACEMENT = "\ufffd"
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template refused the conversation, or the model has none. The message is the template's own."""
+
+
+class TextCodec:
+    """One model's tokenizer and chat template. Every method is pure CPU work and safe to call from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> Self:
+        """Read `tokenizer.json` and its configuration from a model folder; raises OSError if there is none."""
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir))
+        eos = set(eos_token_ids(Path(model_dir)))
+        if tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        return cls(tokenizer, frozenset(eos))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with whatever special tokens the tokenizer puts around a plain text."""
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ending where the assistant is to speak. Raises ChatTemplateError."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
+        # The template has written the special tokens itself.
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` without special tokens."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+    def stream(self, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), min_tokens: int = 0) -> TextStream:
+        """A detokeniser for one output. Stop strings are looked for in what comes after the first `min_tokens`."""
+        hidden = self.eos_token_ids.union(stop_token_ids)
+        return TextStream(Detokeniser(self, hidden), StopWatcher(stop) if stop else None, min_tokens)
+
+
+class Detokeniser:
+    """Tokens in, whole characters out. See the module's docstring for the two marks."""
+
+    def __init__(self, codec: TextCodec, hidden: frozenset[int]) -> None:
+        self._codec = codec
+        self._hidden = hidden
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._read = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now. Tokens in `hidden` (end of sequence) have no text."""
+        self._ids.extend(token_id for token_id in token_ids if token_id not in self._hidden)
+        text = self._pending()
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        if self._prefix > 64:
+            del self._ids[: self._prefix]
+            self._read -= self._prefix
+            self._prefix = 0
+        return text
+
+    def flush(self) -> str:
+        """What an incomplete last character leaves: one U+FFFD as the tokenizer writes it, or nothing."""
+        text = self._pending()
+        self._prefix = self._read = len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        known = self._codec.decode(self._ids[self._prefix : self._read])
+        return self._codec.decode(self._ids[self._prefix :])[len(known) :]
+
+
+class StopWatcher:
+    """Cuts a text before the first stop string; holds back what may still become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The part of the text so far that is safe to send."""
+        self._held += text
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            safe, self._held = self._held[: min(found)], ""
+            return safe
+        keep = self._longest_open_suffix()
+        safe, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return safe
+
+    def flush(self) -> str:
+        """What was held back; the text has ended and it did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_open_suffix(self) -> int:
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        for length in range(longest, 0, -1):
+            suffix = self._held[-length:]
+            if any(stop.startswith(suffix) for stop in self._stop):
+                return length
+        return 0
+
+
+class TextStream:
+    """One output as it is written: tokens in, text that may be sent out.
+
+    The deltas, flush included, are the same text however the tokens were grouped, so a stream and a whole answer agree.
+    """
+
+    def __init__(self, detokeniser: Detokeniser, watcher: StopWatcher | None, min_tokens: int) -> None:
+        self._detokeniser = detokeniser
+        self._watcher = watcher
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed; the text has been cut before it."""
+        return self._watcher is not None and self._watcher.stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is safe to send now. Tokens after a completed stop string are not taken and not counted."""
+        if self._watcher is None:
+            self.num_tokens += len(token_ids)
+            return self._detokeniser.push(token_ids)
+        parts = []
+        for token_id in token_ids:
+            if self._watcher.stopped:
+                break
+            self.num_tokens += 1
+            text = self._detokeniser.push((token_id,))
+            parts.append(self._watcher.push(text) if self.num_tokens > self._min_tokens else text)
+        return "".join(parts)
+
+    def flush(self) -> str:
+        """The rest, at the natural end of the output. May itself complete a stop string: look at `stopped` after."""
+        if self._watcher is None:
+            return self._detokeniser.flush()
+        if self.stopped:
+            return ""
+        return self._watcher.push(self._detokeniser.flush()) + self._watcher.flush()
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids that a model folder declares, generation config before model config; may be several."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if declared is not None:
+            return tuple(declared) if isinstance(declared, list) else (declared,)
+    return ()
