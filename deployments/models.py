@@ -7,6 +7,7 @@ fetched is used by the next one. A lock file lets one process at a time pull a m
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from deployments.model_sources import (
 )
 
 MANIFEST = "manifest.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -94,13 +96,19 @@ class NoProgress:
 
 
 def model_spec(name: str) -> ModelSpec:
-    """The catalogue's entry for `name`, or for a hub id `owner/name` its newest revision there. Raises ModelError."""
-    if name in CATALOGUE:
-        return CATALOGUE[name]
-    owner, slash, short = name.partition("/")
-    if owner and short and slash and "/" not in short:
-        return ModelSpec(name=short.lower(), hub=HubSource(repo=name, revision="main"))
-    raise ModelError(f"no model is known as {name!r}; known: {', '.join(CATALOGUE)}, or a hub id like owner/name")
+    """The catalogue's entry for a name or hub id, or for any other hub id its newest revision. Raises ModelError.
+
+    A model from outside the catalogue keeps its owner in its name, so that two owners' models never meet in one folder.
+    """
+    for spec in CATALOGUE.values():
+        if name in (spec.name, spec.hub.repo):
+            return spec
+    if _HUB_ID.fullmatch(name):
+        return ModelSpec(name=name.replace("/", "--").lower(), hub=HubSource(repo=name, revision="main"))
+    raise ModelError(
+        f"no model is known as {name!r}; known: {', '.join(CATALOGUE)}, "
+        "a hub id like owner/name, or where a model is served also a folder with a config.json"
+    )
 
 
 def pull(name: str, *, home: Path, progress: PullProgress | None = None) -> Path:
@@ -136,12 +144,12 @@ def model_path(name_or_folder: str, home: Path) -> Path:
     folder = Path(name_or_folder).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
-    pulled = home / "models" / name_or_folder.rpartition("/")[2].lower()
+    pulled = home / "models" / model_spec(name_or_folder).name
     if (pulled / MANIFEST).is_file():
         return pulled
     raise ModelError(
-        f"there is no model {name_or_folder!r}: it is neither a folder with a config.json nor among the pulled ones in "
-        f"{home / 'models'}; fetch it with: roulant models pull {name_or_folder}"
+        f"{name_or_folder} is not on this host ({pulled} has no {MANIFEST}); "
+        f"fetch it with: roulant models pull {name_or_folder}"
     )
 
 

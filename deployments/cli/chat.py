@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
@@ -56,8 +56,8 @@ class Conversation:
     def __post_init__(self) -> None:
         self.messages = [Message(role="system", content=self.system)] if self.system is not None else []
 
-    def ask(self, text: str) -> Iterator[str]:
-        """Say `text` and yield the answer in pieces. Closed early it keeps what was heard; after CliError it forgets."""
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Say `text` and yield the answer in pieces. Closed early, what was heard is kept; after CliError, nothing."""
         self.messages.append(Message(role="user", content=text))
         heard: list[str] = []
         try:
@@ -73,7 +73,7 @@ class Conversation:
             else:
                 self.messages.pop()
 
-    def _pieces(self) -> Iterator[str]:
+    def _pieces(self) -> Generator[str, None, None]:
         body: dict[str, object] = {
             "model": self.model,
             "messages": [asdict(message) for message in self.messages],

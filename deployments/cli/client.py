@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class ServiceClient:
         _raise_for_error(answer)
         return answer
 
-    def events(self, path: str, body: Mapping[str, object]) -> Iterator[str]:
+    def events(self, path: str, body: Mapping[str, object]) -> Generator[str, None, None]:
         """POST `body` and yield the data of each event but the closing one. Closing the iterator ends the request."""
         timeout = httpx.Timeout(STREAM_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         with self._told_to_people(), self.http.stream("POST", path, json=body, timeout=timeout) as answer:

@@ -10,7 +10,6 @@ from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from deployments.cli.client import ServiceClient
 from deployments.cli.terminal import CliError, say, say_json, stdout
 
-
 T = TypeVar("T")
 
 
