@@ -6,7 +6,9 @@ import sys
 from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from rich.table import Table
 
+from cluster.api import Lane
 from deployments.cli.client import ServiceClient
 from deployments.cli.terminal import CliError, say, say_json, stdout
 
@@ -21,20 +23,82 @@ class _ModelList(BaseModel):
     data: tuple[_Model, ...]
 
 
+class _Waiting(BaseModel):
+    lane: Lane
+    tenant: str
+    count: int
+
+
+class _Admission(BaseModel):
+    model: str
+    waiting: tuple[_Waiting, ...]
+    permits_open: int
+    replicas: int
+
+
+class _Engine(BaseModel):
+    max_num_seqs: int
+    num_blocks: int
+    num_used_blocks: int
+    num_running: int
+    num_waiting: int
+
+
+class _ModelQueue(BaseModel):
+    admission: _Admission
+    engines: tuple[_Engine, ...]
+
+
+class _Tenant(BaseModel):
+    tenant: str
+    open_reservations: int
+    reserved_tokens: int
+    used_requests: int
+    used_tokens: int
+
+
+class _Queue(BaseModel):
+    """What of `/admin/v1/queue` is shown to people; programs get all of it."""
+
+    models: tuple[_ModelQueue, ...]
+    tenants: tuple[_Tenant, ...]
+
+
 def show_status(client: ServiceClient, *, as_json: bool) -> None:
     """Print what the service says of itself; exits with 1 if it is not ready. Raises CliError."""
     readiness = client.get("/health/ready")
     ready = readiness.status_code == 200
     models = [model.id for model in _parsed(TypeAdapter(_ModelList), client.get_ok("/v1/models").content).data]
-    queue = _parsed(TypeAdapter[JsonValue](JsonValue), client.get_ok("/admin/v1/queue").content)
+    queue = client.get_ok("/admin/v1/queue").content
     if as_json:
-        say_json({"url": client.url, "ready": ready, "models": models, "queue": queue})
+        whole = _parsed(TypeAdapter[JsonValue](JsonValue), queue)
+        say_json({"url": client.url, "ready": ready, "models": models, "queue": whole})
     else:
         say(f"{client.url} is {'ready' if ready else f'not ready: {readiness.text}'}")
-        say(f"models: {', '.join(models)}")
-        stdout().print_json(data=queue)
+        say(f"models: {', '.join(models)}\n")
+        _show_queue(_parsed(TypeAdapter(_Queue), queue))
     if not ready:
         sys.exit(1)
+
+
+def _show_queue(queue: _Queue) -> None:
+    models = Table("model", "replicas", "permits", "running", "KV blocks", "waiting", box=None)
+    for each in queue.models:
+        waiting = [f"{entry.count} {entry.lane.name.lower()}/{entry.tenant}" for entry in each.admission.waiting]
+        in_engines = sum(engine.num_waiting for engine in each.engines)
+        models.add_row(
+            each.admission.model,
+            str(each.admission.replicas),
+            str(each.admission.permits_open),
+            f"{sum(engine.num_running for engine in each.engines)}/{sum(e.max_num_seqs for e in each.engines)}",
+            f"{sum(engine.num_used_blocks for engine in each.engines)}/{sum(e.num_blocks for e in each.engines)}",
+            ", ".join([*waiting, *([f"{in_engines} in replicas"] if in_engines else [])]) or "nobody",
+        )
+    tenants = Table("tenant", "open requests", "reserved tokens", "requests so far", "tokens so far", box=None)
+    for tenant in queue.tenants:
+        counts = (tenant.open_reservations, tenant.reserved_tokens, tenant.used_requests, tenant.used_tokens)
+        tenants.add_row(tenant.tenant, *map(str, counts))
+    stdout().print(models, "", tenants, sep="\n")
 
 
 def _parsed(adapter: TypeAdapter[T], body: bytes) -> T:

@@ -42,7 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
             f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
         )
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()
