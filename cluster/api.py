@@ -217,6 +217,7 @@ class TenantSnapshot:
     reserved_tokens: int
     used_requests: int
     used_tokens: int
+    limits: LimitStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,81 @@
+"""The gate of one model: the queue in front of it, what its replicas hold, and whether the next one fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.api import ModelSnapshot, QueuePolicy
+from cluster.capacity import Fit, ModelCapacity
+from cluster.fair_queue import FairQueue, Waiter
+from cluster.rate_window import NS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullQueue:
+    """No more may wait: `waiting` requests, of `tenant` or (None) of all, are the limit. A place is free after
+    `wait_ns`, when the time of the oldest of them is over."""
+
+    tenant: str | None
+    waiting: int
+    wait_ns: int
+
+
+class ModelGate:
+    """Where requests for one model wait and pass. Its parts are public: the controller speaks to them directly."""
+
+    def __init__(self, model: str, policy: QueuePolicy) -> None:
+        self.model = model
+        self.queue = FairQueue(aging_ns=round(policy.aging_s * NS_PER_S))
+        self.capacity = ModelCapacity()
+        self._policy = policy
+
+    def kv_tokens(self, waiter: Waiter) -> int:
+        """The KV memory that the request is to be promised: what it reserves.
+
+        Where the output is only expected, the expectation does not keep a prompt out that just fits a replica.
+        """
+        if waiter.ask.max_output_tokens is None and self.capacity.replicas:
+            return max(waiter.ask.prompt_tokens, min(waiter.tokens, self.capacity.largest_kv_tokens))
+        return waiter.tokens
+
+    def fit(self, waiter: Waiter) -> Fit:
+        """Whether the request could run, leaving aside who else waits."""
+        return self.capacity.fit(self.kv_tokens(waiter))
+
+    def full(self, waiter: Waiter, now_ns: int) -> FullQueue | None:
+        """Why `waiter` may not join the queue; None if it may, or need not because it can pass at once."""
+        queue, policy = self.queue, self._policy
+        if not queue and self.fit(waiter) is Fit.NOW:
+            return None
+        tenant = waiter.ask.tenant
+        if queue.count_of(tenant) >= policy.max_waiting_per_tenant:
+            oldest, whose, waiting = queue.oldest_of(tenant), tenant, policy.max_waiting_per_tenant
+        elif len(queue) >= policy.max_waiting_per_model:
+            oldest, whose, waiting = queue.oldest(), None, policy.max_waiting_per_model
+        else:
+            return None
+        return FullQueue(tenant=whose, waiting=waiting, wait_ns=oldest.deadline_ns - now_ns if oldest else 0)
+
+    def is_next(self, waiter: Waiter) -> bool:
+        """Whether it is the turn of `waiter`, and it fits."""
+        return self.queue.head() is waiter and self.fit(waiter) is Fit.NOW
+
+    def pass_head(self) -> Waiter:
+        """Let the head of the queue through, whether it fits or not, and commit what it needs."""
+        waiter = self.queue.pop()
+        self.capacity.commit(waiter.ask.request_id, self.kv_tokens(waiter))
+        return waiter
+
+    def snapshot(self) -> ModelSnapshot:
+        """The counts now."""
+        capacity = self.capacity
+        return ModelSnapshot(
+            model=self.model,
+            waiting=self.queue.counts(),
+            permits_open=capacity.committed_slots,
+            replicas=capacity.replicas,
+            slots=capacity.slots,
+            kv_tokens=capacity.kv_tokens,
+            committed_slots=capacity.committed_slots,
+            committed_kv_tokens=capacity.committed_kv_tokens,
+        )

@@ -1,0 +1,86 @@
+"""Why not, in words: each refusal says which limit, its value, what was asked, what is left, and when to retry.
+
+Retry-After is a whole number of seconds, rounded up, at least 1, and as true as can be known:
+
+- a rate limit: exact. When it is over the same request is admitted, unless others of the tenant came in between;
+- a full queue: when the place of whoever has waited longest is certain to be free. It may be free sooner;
+- concurrent requests, and waiting in vain: nobody knows. `ledger.CONCURRENCY_RETRY_NS` and `NO_CAPACITY_RETRY_S`.
+"""
+
+from __future__ import annotations
+
+from cluster.api import AdmissionAsk, LimitStatus, Refusal, RefusalCode
+from cluster.ledger import Scope, Shortfall
+from cluster.model_gate import FullQueue
+from cluster.rate_window import NS_PER_S
+
+NO_CAPACITY_RETRY_S = 5
+"""A replica takes seconds to minutes to load; asking every few seconds costs nothing and loses little."""
+
+_CODES = {
+    Scope.REQUESTS_PER_MINUTE: RefusalCode.REQUESTS_PER_MINUTE,
+    Scope.TOKENS_PER_MINUTE: RefusalCode.TOKENS_PER_MINUTE,
+    Scope.CONCURRENT_REQUESTS: RefusalCode.CONCURRENT_REQUESTS,
+}
+
+
+def whole_seconds(wait_ns: int) -> int:
+    """A wait as Retry-After has it: rounded up, at least 1."""
+    return max(1, -(-wait_ns // NS_PER_S))
+
+
+def of_shortfall(ask: AdmissionAsk, shortfall: Shortfall, status: LimitStatus) -> Refusal:
+    """A quota that does not suffice: now, or ever."""
+    code = _CODES[shortfall.scope]
+    limit = f"{code} of tenant {ask.tenant!r} is {shortfall.limit}"
+    retry_after_s = None if shortfall.retry_after_ns is None else whole_seconds(shortfall.retry_after_ns)
+    if shortfall.limit == 0:
+        message = f"{limit}: nothing is allowed"
+    elif retry_after_s is None:
+        code = RefusalCode.EXCEEDS_LIMIT
+        message = (
+            f"{limit}, at most {shortfall.capacity} at once, and {_asked(ask, shortfall)}: it can never be admitted"
+        )
+    else:
+        message = f"{limit}: {_asked(ask, shortfall)}, {shortfall.left} are left"
+    return _refusal(ask, code, message, retry_after_s, status)
+
+
+def queue_full(ask: AdmissionAsk, full: FullQueue, status: LimitStatus) -> Refusal:
+    """No more may wait."""
+    whose = "" if full.tenant is None else f" of tenant {full.tenant!r}"
+    message = f"the queue of model {ask.model!r} is full: {full.waiting} requests{whose} may wait, and do"
+    return _refusal(ask, RefusalCode.QUEUE_FULL, message, whole_seconds(full.wait_ns), status)
+
+
+def never_fits(ask: AdmissionAsk, kv_tokens: int, largest: int, status: LimitStatus) -> Refusal:
+    """No replica could ever hold the request."""
+    message = (
+        f"the request needs KV memory for {kv_tokens} tokens and the largest replica of model {ask.model!r} "
+        f"holds {largest}: it can never run there"
+    )
+    return _refusal(ask, RefusalCode.NO_CAPACITY, message, None, status)
+
+
+def waited_in_vain(ask: AdmissionAsk, waited_s: float, replicas: int, status: LimitStatus) -> Refusal:
+    """The queue time is over."""
+    reason = f"its {replicas} replicas were busy" if replicas else "it has no live replica"
+    message = f"the request waited {waited_s:g} s for model {ask.model!r}, which is the limit: {reason}"
+    return _refusal(ask, RefusalCode.NO_CAPACITY, message, NO_CAPACITY_RETRY_S, status)
+
+
+def _asked(ask: AdmissionAsk, shortfall: Shortfall) -> str:
+    if shortfall.scope is not Scope.TOKENS_PER_MINUTE:
+        return "the request needs 1"
+    kind = "expected output" if ask.max_output_tokens is None else "output"
+    output = shortfall.asked - ask.prompt_tokens
+    return f"the request needs {shortfall.asked} ({ask.prompt_tokens} prompt + {output} {kind})"
+
+
+def _refusal(
+    ask: AdmissionAsk, code: RefusalCode, message: str, retry_after_s: int | None, status: LimitStatus
+) -> Refusal:
+    retry = "" if retry_after_s is None else f"; retry in {retry_after_s} s"
+    return Refusal(
+        request_id=ask.request_id, code=code, message=message + retry, retry_after_s=retry_after_s, status=status
+    )
