@@ -1,4 +1,4 @@
-"""What one service is: models, tenants, keys, HTTP and queue bounds. One YAML file, checked whole before anything starts.
+"""What one service is: models, tenants, keys, HTTP, queue bounds. One YAML file, checked whole before anything starts.
 
 A wrong file is refused with `ConfigFileError`, one line per fault, each naming the full path of the key
 (``models[0].engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?``).
@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from cluster.api import Lane, Limits, Tenant
+from cluster.api import Lane, Limits, QueuePolicy, Tenant
 from engine.api import EngineError
 from engine.config import Dtype, EngineConfig, ExecutorKind
 
@@ -139,10 +139,15 @@ class IngressSection(_Section):
 
 
 class AdmissionSection(_Section):
-    """Bounds of the queues in front of each model."""
+    """Bounds of the queue in front of each model; see `cluster.api.QueuePolicy`."""
 
+    max_waiting_per_model: Count = 1024
     max_waiting_per_tenant: Count = 256
-    max_waiting: Count = 1024
+    max_wait_s: Seconds = 60.0
+    aging_s: Seconds = 10.0
+
+    def queue_policy(self) -> QueuePolicy:
+        return QueuePolicy(**dict(self))
 
 
 class RoulantConfig(_Section):
@@ -200,7 +205,7 @@ def load_config(path: Path) -> RoulantConfig:
 def parse_config(text: str) -> RoulantConfig:
     """Check the text of a configuration. Raises ConfigFileError."""
     try:
-        document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigFileError(f"  not valid YAML: {error}") from error
     if not isinstance(document, dict):
@@ -217,7 +222,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} appears twice in one mapping", key_node.start_mark

@@ -1,0 +1,117 @@
+"""The HTTP front as a Serve deployment: builds the router's application in each of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.api import ModelSnapshot, TenantSnapshot
+from deployments.admission_actor import AdmissionActorLink
+from deployments.admission_client import AdmissionClient
+from deployments.handles import ServeReplicas
+from deployments.loopback import serve_on_loopback_only
+from engine.api import EngineError, EngineStats, TextCodec
+from router.api import Caller, Catalog, KeyRing, ServedModel, Service, Wiring, build_http_app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelListing:
+    """A served model, as far as the front needs it. `folder` holds its tokenizer."""
+
+    id: str
+    aliases: tuple[str, ...]
+    folder: str
+    max_model_len: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressSettings:
+    """What a front is built from. `callers` are by digest of their key. `loopback_only`: keep ports to this host."""
+
+    models: tuple[ModelListing, ...]
+    callers: Mapping[str, Caller]
+    max_body_bytes: int
+    loopback_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelQueue:
+    """One model for operators: what admission says, and each replica's engine. No engines: they do not answer."""
+
+    admission: ModelSnapshot
+    engines: tuple[EngineStats, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """All queues at one moment."""
+
+    models: tuple[ModelQueue, ...]
+    tenants: tuple[TenantSnapshot, ...]
+
+
+@serve.ingress()
+class Ingress:
+    """Serve calls `__serve_build_asgi_app__` after the constructor, on the event loop that then serves requests."""
+
+    def __init__(
+        self,
+        settings: IngressSettings,
+        link: AdmissionActorLink,
+        handles: Mapping[str, DeploymentHandle[Any]],
+    ) -> None:
+        if settings.loopback_only:
+            serve_on_loopback_only()
+        self._settings = settings
+        self._link = link
+        self._replicas = ServeReplicas(handles, link.snapshot)
+        self._admission = AdmissionClient(link)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        catalog = Catalog([_served(listing) for listing in self._settings.models])
+        return build_http_app(
+            Wiring(
+                service=Service(catalog=catalog, admission=self._admission, replicas=self._replicas),
+                keys=KeyRing(self._settings.callers),
+                catalog=catalog,
+                admission=self._admission,
+                replicas=self._replicas,
+                queue_view=self._queue_view,
+                body_limit_bytes=self._settings.max_body_bytes,
+            )
+        )
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces an ingress that keeps raising."""
+        self._admission.check_health()
+
+    async def _queue_view(self) -> QueueView:
+        snapshot = await self._link.snapshot()
+        engines = await asyncio.gather(*(self._engines(model.model) for model in snapshot.models))
+        models = (
+            ModelQueue(admission=model, engines=stats) for model, stats in zip(snapshot.models, engines, strict=True)
+        )
+        return QueueView(models=tuple(models), tenants=snapshot.tenants)
+
+    async def _engines(self, model: str) -> tuple[EngineStats, ...]:
+        try:
+            return tuple(await self._replicas.stats(model))
+        except EngineError:
+            return ()
+
+
+def _served(listing: ModelListing) -> ServedModel:
+    return ServedModel(
+        id=listing.id,
+        aliases=listing.aliases,
+        max_model_len=listing.max_model_len,
+        codec=TextCodec.load(listing.folder),
+        created=listing.created,
+    )
