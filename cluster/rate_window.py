@@ -130,7 +130,7 @@ class RateWindow:
         assert sum(floor.open for floor in self._floors) == open_debits
         assert all(floor.open > 0 and floor.missing >= 0 for floor in self._floors)
         for older, younger in zip(self._floors, self._floors[1:], strict=False):
-            assert older.youngest < younger.youngest and older.missing < younger.missing
+            assert older.youngest < younger.youngest and older.missing <= younger.missing
 
     def _missing(self, now_ns: int) -> int:
         return max(0, self._full_at - max(now_ns, self._latest_ns) * self.limit)
