@@ -105,7 +105,7 @@ class Storm:
 def test_storm_with_random_cancels_ends_with_all_counts_zero(seed: int) -> None:
     storm = Storm(seed, num_requests=600)
     storm.run()
-    assert storm.ended == Counter(storm.asks)  # each request ended exactly once
+    assert storm.ended == Counter(list(storm.asks))  # each request ended exactly once
     assert storm.outcomes["finished"] > 100
     assert storm.outcomes["cancelled"] > 50
     assert storm.outcomes[RefusalCode.NO_CAPACITY] + storm.outcomes[RefusalCode.QUEUE_FULL] > 0
