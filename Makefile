@@ -9,7 +9,7 @@ CODE := engine router cluster deployments tests benchmarks
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: serve test check bench fmt types install
+.PHONY: serve test check bench fmt lint types fast install
 
 serve: $(READY)
 	@exec $(BIN)/roulant serve --port $(PORT)
@@ -17,14 +17,20 @@ serve: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-check: $(READY) types
+# Types and tests keep one core busy each, so they run side by side.
+check: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint types fast
+
+lint: $(READY)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m "not e2e and not model and not slow"
 
 types: $(READY)
 	$(BIN)/mypy $(CODE)
+
+fast: $(READY)
+	$(BIN)/python -m pytest -q -m "not e2e and not model and not slow"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.offline
@@ -39,13 +45,14 @@ install: $(READY)
 # that is locked before anything else does. A machine with one keeps the torch that suits its driver.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Roulant needs Python 3.11 or 3.12; found neither (make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@echo "installing into .venv; the first time this takes minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q 'pip>=25.1'
+	@$(BIN)/python -m pip install -qq 'pip>=25.1'
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 		grep -v '^torch==' constraints.txt > .venv/constraints.txt; \
 	else \
 		cp constraints.txt .venv/constraints.txt; \
-		set -x; $(BIN)/python -m pip install -q -c .venv/constraints.txt torch==2.13.0; \
+		$(BIN)/python -m pip install -qq -c .venv/constraints.txt torch==2.13.0; \
 	fi
-	$(BIN)/python -m pip install -q -c .venv/constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
