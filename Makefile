@@ -46,7 +46,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Roulant needs Python 3.11 or 3.12; found neither (make PYTHON=/path/to/python3.11)" >&2; exit 1; }
 	@echo "installing into .venv; the first time this takes minutes"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq 'pip>=25.1'
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 		grep -v '^torch==' constraints.txt > .venv/constraints.txt; \

@@ -31,7 +31,7 @@ import psutil
 
 from deployments.admission_wire import AdmissionUnreachableError
 from deployments.config import RoulantConfig
-from deployments.home import roulant_home
+from deployments.home import export, roulant_home
 from deployments.models import model_path
 from deployments.serve_mode import FrontKind, choose_front, free_ports, local_settings
 
@@ -125,7 +125,7 @@ class LocalService:
         # Short on purpose: a unix socket's path may have about 100 characters, and Ray puts its sockets deep inside.
         parent = "/tmp" if Path("/tmp").is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="roulant-", dir=parent))
-        os.environ.update(local_settings(front, self._folder, secrets.token_hex(32)))
+        export(local_settings(front, self._folder, secrets.token_hex(32)))
 
     def _start_ray(self) -> None:
         import ray

@@ -58,7 +58,7 @@ def announce(config: RoulantConfig, service: LocalService) -> None:
     say(f"address:  {service.url}/v1")
     if key is not None:
         api_key = secret(key.file, key.env)
-        say(f"API key:  {api_key}   (tenant {key.tenant}; kept in {roulant_home() / 'keys' / key.file})")
+        say(f"API key:  {api_key}   (tenant {key.tenant}; those of the others are in {roulant_home() / 'keys'})")
         say("")
         say(curl_command(service.url, api_key, config.models[0].id))
         say("")
