@@ -55,8 +55,8 @@ class Wiring:
 
 
 def build_http_app(wiring: Wiring) -> FastAPI:
-    """The application. It has no page of documentation: nothing answers without a key but `/health`."""
-    app = FastAPI(title="Roulant", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    """The application. Without `openapi_url` FastAPI has no page of documentation, which would need no key."""
+    app = FastAPI(title="Roulant", openapi_url=None, redirect_slashes=False)
     routes = Routes(wiring)
     for method, path, endpoint in (
         ("GET", "/v1/models", routes.list_models),

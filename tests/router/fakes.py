@@ -53,7 +53,7 @@ def make_codec(folder: Path) -> TextCodec:
     backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(str(folder))
     return TextCodec.load(str(folder))

@@ -335,6 +335,15 @@ async def test_limits_that_cannot_be_had_do_not_cost_the_answer(client: httpx.As
     assert "x-ratelimit-limit-requests" not in response.headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_admitted_request_carries_the_limits_of_its_permit(
+    client: httpx.AsyncClient, house: House, stream: bool
+) -> None:
+    house.admission.limits_error = RuntimeError("not asked a second time")
+    response = await client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert response.headers["x-ratelimit-remaining-requests"] == "7"
+
+
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [

@@ -105,6 +105,21 @@ async def test_a_stop_string_ends_the_text_and_the_engine_s_work(house: House) -
     assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("Hello, w"))]
 
 
+async def test_text_that_was_held_back_for_a_stop_string_comes_at_the_end(house: House) -> None:
+    events = [event async for event in run(house, chat(stop="world!"))]
+    assert "".join(event.text for event in events[1:-1] if isinstance(event, TextDelta)) == "Hello, "
+    assert events[-1] == TextDelta(
+        text="world",
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("Hello, world") + 1),
+    )
+
+
+async def test_a_character_that_stays_incomplete_is_replaced_at_the_end(codec: TextCodec) -> None:
+    text, last = await whole(House(codec, "n€"), chat(max_tokens=3))
+    assert (text, last.finish_reason) == ("n\ufffd", FinishReason.LENGTH)
+
+
 async def test_half_of_a_character_is_never_sent(codec: TextCodec) -> None:
     house = House(codec, "né €🙂")
     events = [event async for event in run(house, chat())]
