@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def import_gguf(file: Path, folder: Path) -> None:
-    """Write the model in `file` to the existing `folder`. Needs memory for the model in bf16 plus its largest tensor."""
+    """Write the model in `file` to the existing `folder`. Needs memory for all of it in bf16 and its largest tensor."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
