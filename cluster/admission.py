@@ -96,7 +96,7 @@ class AdmissionController:
     def reopen(self, permit: Permit, owner: str, now_ns: int) -> None:
         """Take over a permit that was granted before this controller lived, or whose owner was thought dead.
 
-        Its quota is charged again in full, into debt if need be, and it is committed whether it fits or not.
+        Its quota is reserved again, into debt if need be, and it is committed whether it fits or not.
         Raises ValueError if the request waits.
         """
         now_ns = self._advance(now_ns)

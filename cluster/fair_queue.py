@@ -226,6 +226,7 @@ class _LaneQueue:
     def check_integrity(self) -> None:
         """Assert that lines, places and tickets agree."""
         assert sum(len(line.places) for line in self._lines.values()) == len(self.places)
+        assert len(self._tickets) <= self._most_tickets()
         valid = [ticket for ticket in self._tickets if self._lines[ticket.tenant].ticket is ticket]
         assert sorted(ticket.tenant for ticket in valid) == sorted(t for t, line in self._lines.items() if line.places)
         for ticket in valid:
@@ -240,6 +241,10 @@ class _LaneQueue:
             first = next(iter(line.places.values()))
             line.ticket = _Ticket(served=line.served, number=first.number, tenant=tenant)
             heappush(self._tickets, line.ticket)
-        if len(self._tickets) > 2 * len(self._lines) + 8:
+        if len(self._tickets) > self._most_tickets():
             self._tickets = [ticket for ticket in self._tickets if self._lines[ticket.tenant].ticket is ticket]
             heapify(self._tickets)
+
+    def _most_tickets(self) -> int:
+        """More than this and most of them are no longer valid."""
+        return 2 * len(self._lines) + 8

@@ -326,6 +326,13 @@ def test_full_queue_of_one_tenant_leaves_room_for_others() -> None:
     queued(door.submit(ask("u", "b"), OWNER, 0))
 
 
+def test_full_queue_refuses_even_what_would_fit_beside_those_who_run() -> None:
+    door = controller(slots=4, kv_tokens=100, policy=QueuePolicy(max_waiting_per_model=1))
+    door.submit(ask("r", prompt=50), OWNER, 0)
+    door.submit(ask("large", prompt=50), OWNER, 0)
+    assert refusal(door.submit(ask("small", prompt=1), OWNER, 0)).code is RefusalCode.QUEUE_FULL
+
+
 def test_queue_of_length_zero_still_grants_what_fits() -> None:
     door = controller(slots=1, policy=QueuePolicy(max_waiting_per_model=0))
     permit(door.submit(ask("r"), OWNER, 0))

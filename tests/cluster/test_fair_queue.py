@@ -102,6 +102,16 @@ def test_withdrawing_leaves_no_trace() -> None:
     assert order(plain) == order(visited)
 
 
+def test_those_who_come_and_leave_again_leave_nothing_behind() -> None:
+    """Behind a head that does not move, withdrawn requests would otherwise pile up tickets for ever."""
+    waiting = queue(waiter("head", "a"), waiter("busy", "b"))
+    for n in range(100):
+        waiting.push(waiter(f"r{n}", "c"), 0)
+        waiting.remove(f"r{n}")
+    waiting.check_integrity({"head", "busy"})
+    assert order(waiting) == ["head", "busy"]
+
+
 def test_waiter_moves_up_one_lane_when_its_time_in_a_lane_is_over() -> None:
     waiting = queue(waiter("b", lane=Lane.BATCH), waiter("s", lane=Lane.STANDARD))
     waiting.age(AGING_NS - 1)
