@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from deployments.model_sources import PullProgress
 from deployments.models import ModelError, NoProgress
@@ -60,24 +60,27 @@ def pull_progress() -> Iterator[PullProgress]:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
+            TextColumn("{task.fields[sizes]}"),
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=console, transient=True) as bar:
-            yield _BarProgress(bar)
+            yield BarProgress(bar)
     except ModelError as error:
         raise CliError(str(error)) from error
 
 
-class _BarProgress:
-    """One bar, which each step takes over from the last."""
+class BarProgress:
+    """One bar for the present step; it only pulses until the step says how far it is."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task: TaskID = bar.add_task("", total=None)
+        self._task: TaskID | None = None
 
     def step(self, text: str) -> None:
-        self._bar.reset(self._task, description=text, total=None)
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(text, total=None, sizes="")
 
     def advance(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+        if self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, sizes=f"{done / 1e6:.0f}/{total / 1e6:.0f} MB")

@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from deployments.cli import main
 from deployments.cli.chat import Conversation, Message
 from deployments.cli.client import api_client
 from deployments.cli.serve import QUESTION, announce, curl_command, first_key, read_config, with_address
-from deployments.cli.terminal import CliError, printable
+from deployments.cli.terminal import BarProgress, CliError, printable
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, Manifest, ManifestFile
 from tests.deployments.fake_service import Canned, FakeService, error, events, fake_service
@@ -277,6 +280,21 @@ def test_models_are_listed(roulant: Run, home: Path) -> None:
 def test_a_model_that_cannot_be_pulled_is_an_error(roulant: Run) -> None:
     assert roulant("models", "pull", "nonsense") == 1
     assert "no model is known as 'nonsense'" in roulant.err
+
+
+def test_each_step_of_a_pull_starts_a_bar_of_its_own() -> None:
+    screen = Console(file=StringIO(), force_terminal=True, width=100)
+    with Progress(TextColumn("{task.description} {task.fields[sizes]}"), console=screen, auto_refresh=False) as bar:
+        progress = BarProgress(bar)
+        progress.step("fetching")
+        progress.advance(59_500_000, 92_900_000)
+        (fetching,) = bar.tasks
+        assert (fetching.description, fetching.completed, fetching.total) == ("fetching", 59_500_000, 92_900_000)
+        assert fetching.fields["sizes"] == "60/93 MB"
+        progress.step("converting")
+        (converting,) = bar.tasks
+        assert (converting.description, converting.completed, converting.total) == ("converting", 0, None)
+        assert converting.fields["sizes"] == ""
 
 
 @pytest.mark.parametrize("text", ["models: []", "nonsense: 1", ": :"])
