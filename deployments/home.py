@@ -10,22 +10,11 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 DEFAULT_HOME = "~/.cache/roulant"
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_PREFIX = "rk-"
-
-
-class Secret(StrEnum):
-    """A key that this host keeps. The value names its file."""
-
-    API_KEY = "local"
-    ADMIN_KEY = "admin"
-
-
-_ENVIRONMENT = {Secret.API_KEY: "ROULANT_API_KEY", Secret.ADMIN_KEY: "ROULANT_ADMIN_KEY"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +60,26 @@ def secret(name: str, env: str, *, home: Path | None = None) -> str:
     return made
 
 
-def local_key(which: Secret, *, home: Path | None = None) -> str:
-    """The key that a service started on this host accepts; made when first asked for."""
-    return secret(which.value, _ENVIRONMENT[which], home=home)
-
-
 def export(settings: Mapping[str, str]) -> None:
     """Set variables for the libraries that this process has yet to import, and for the processes that it starts."""
     os.environ.update(settings)
 
 
 def client_settings() -> ClientSettings:
-    """What `ROULANT_URL`, `ROULANT_API_KEY` and `ROULANT_ADMIN_KEY` say; else this host's service and its kept keys."""
+    """What `ROULANT_URL`, `ROULANT_API_KEY` and `ROULANT_ADMIN_KEY` say; else this host's service and its kept keys.
+
+    Those are the keys of `configs/local.yaml`.
+    """
     return ClientSettings(
         url=os.environ.get("ROULANT_URL") or DEFAULT_URL,
-        api_key=_present(Secret.API_KEY),
-        admin_key=_present(Secret.ADMIN_KEY),
+        api_key=_present("local", "ROULANT_API_KEY"),
+        admin_key=_present("admin", "ROULANT_ADMIN_KEY"),
     )
 
 
-def _present(which: Secret) -> str | None:
-    return os.environ.get(_ENVIRONMENT[which]) or _read_key(_key_file(which.value, None))
+def _present(name: str, env: str) -> str | None:
+    """Like `secret`, but makes nothing."""
+    return os.environ.get(env) or _read_key(_key_file(name, None))
 
 
 def _key_file(name: str, home: Path | None) -> Path:
