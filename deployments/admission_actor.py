@@ -21,6 +21,7 @@ from deployments.admission_wire import (
     Grants,
     Message,
 )
+from deployments.logs import log_to_stderr
 
 NAMESPACE = "roulant"
 ACTOR_NAME = "admission"
@@ -41,6 +42,7 @@ class AdmissionActor(AdmissionDesk):
     """A desk with a clock of its own. All methods run on the actor's event loop."""
 
     async def __init__(self, settings: AdmissionSettings) -> None:  # type: ignore[misc]  # Ray awaits it
+        log_to_stderr()
         tenants = {tenant.id: tenant for tenant in settings.tenants}
         super().__init__(AdmissionController(tenants, settings.models, settings.policy), time.monotonic_ns)
         self._ticking = asyncio.create_task(self.tick_for_ever())

@@ -9,12 +9,14 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api import ModelSnapshot, TenantSnapshot
 from deployments.admission_actor import AdmissionActorLink
 from deployments.admission_client import AdmissionClient
 from deployments.handles import ServeReplicas
+from deployments.logs import log_to_stderr
 from deployments.loopback import serve_on_loopback_only
 from engine.api import EngineError, EngineStats, TextCodec
 from router.api import Caller, Catalog, KeyRing, ServedModel, Service, Wiring, build_http_app
@@ -67,6 +69,7 @@ class Ingress:
         link: AdmissionActorLink,
         handles: Mapping[str, DeploymentHandle[Any]],
     ) -> None:
+        log_to_stderr()
         if settings.loopback_only:
             serve_on_loopback_only()
         self._settings = settings
@@ -76,7 +79,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         catalog = Catalog([_served(listing) for listing in self._settings.models])
-        return build_http_app(
+        app = build_http_app(
             Wiring(
                 service=Service(catalog=catalog, admission=self._admission, replicas=self._replicas),
                 keys=KeyRing(self._settings.callers),
@@ -87,6 +90,7 @@ class Ingress:
                 body_limit_bytes=self._settings.max_body_bytes,
             )
         )
+        return without_request_id(app)
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces an ingress that keeps raising."""
@@ -105,6 +109,20 @@ class Ingress:
             return tuple(await self._replicas.stats(model))
         except EngineError:
             return ()
+
+
+def without_request_id(app: ASGIApp) -> ASGIApp:
+    """Drop the answer's x-request-id: Serve gives every request one and adds it to the answer itself."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await app(scope, receive, send_on)
+
+    return wrapped
 
 
 def _served(listing: ModelListing) -> ServedModel:

@@ -1,12 +1,11 @@
-"""A whole service on this host: a Ray cluster of our own, Serve and one configuration, from nothing to nothing.
+"""A whole service on this host: a Ray cluster of its own, Serve and one configuration, from nothing to nothing.
 
-`serve_until_stopped` is what `roulant serve` runs. The process that calls it owns everything that is started: it is the
-Ray driver, the cluster has its own temporary folder and its own random token, and `LocalService.stop` takes all of it
-down in bounded time, whatever state it is in.
+Ray's driver runs in a child process, in a session of its own (`deployments.local_driver`). That has three uses. Ray's
+settings are made before Ray is first imported, whatever this process has imported. A Ctrl-C at the terminal reaches
+this process only, which can let running requests finish. And whatever happens to the driver - Ray aborts it when Ray's
+own processes die - all that was started is in that session, and `LocalService.stop` kills what is left of it.
 
-SIGINT and SIGTERM only set an event, which every stage of the start and every wait looks at. Ray puts a handler of its
-own in place of the one for SIGTERM while it starts; that one kills its processes and raises SystemExit, which ends in
-the same clean-up. The processes that Ray starts do not die of a Ctrl-C typed at the terminal, so they can be drained.
+Should this process be killed, the child finds its stdin closed and stops by itself.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,31 +26,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import psutil
 
-from deployments.admission_wire import AdmissionUnreachableError
-from deployments.config import RoulantConfig
-from deployments.home import export, roulant_home
+from deployments.config import HttpSection, RoulantConfig
+from deployments.home import roulant_home
+from deployments.local_events import DriverEvent, EventKind
 from deployments.models import model_path
-from deployments.serve_mode import FrontKind, choose_front, free_ports, local_settings
+from deployments.serve_mode import choose_front, free_ports, local_settings
 
 logger = logging.getLogger(__name__)
 
-APP_NAME = "roulant"
-START_TIMEOUT_S = 180.0
-"""For the application to be ready once Ray runs; large models take their time to load."""
-DRAIN_TIMEOUT_S = 10.0
-DELETE_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 30.0
+"""For the driver to drain and to stop Ray; the rest is killed."""
+KILL_TIMEOUT_S = 5.0
 POLL_S = 0.1
-OBJECT_STORE_BYTES = 100 * 2**20
-"""Requests and tokens do not pass through the object store; this is about the least that Ray accepts."""
 
 
 class ServiceError(Exception):
-    """The service could not start; the message says why and what may help."""
+    """The service could not start, or it ended by itself; the message says why and what may help."""
 
 
 class StartInterruptedError(Exception):
@@ -56,169 +52,106 @@ class StartInterruptedError(Exception):
 
 
 class LocalService:
-    """Ray, Serve and one application, owned by this process, which must not have imported ray before.
-
-    Use `start` once, then `stop`; `stop` is safe at any moment, also after a start that failed half-way.
-    """
+    """Ray, Serve and one application, owned by this process. Use `start` once, then `stop`, whatever `start` did."""
 
     def __init__(self, config: RoulantConfig, *, report: Callable[[str], None] = logger.info) -> None:
-        self._config = config
+        http = config.http.model_copy(update={"port": config.http.port or free_ports(1)[0]})
+        self._config = config.model_copy(update={"http": http})
         self._report = report
         self._folder: Path | None = None
-        self._deployed = False
-        self._port = config.http.port or free_ports(1)[0]
+        self._driver: subprocess.Popen[str] | None = None
+        self._is_ready = False
 
     @property
     def url(self) -> str:
         """Where clients on this host reach it."""
-        host = self._config.http.host
-        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
+        return local_url(self._config.http)
 
-    def start(self, stop_asked: threading.Event) -> None:
+    @property
+    def session_id(self) -> int | None:
+        """The POSIX session of everything that was started; None before `start`."""
+        return None if self._driver is None else self._driver.pid
+
+    def start(self, stop_asked: threading.Event | None = None) -> None:
         """Bring everything up; returns when a completion would succeed.
 
-        Raises ServiceError, or StartInterruptedError soon after `stop_asked` is set.
+        Raises ServiceError or ModelError, or StartInterruptedError soon after `stop_asked` is set.
         """
         for model in self._config.models:
             model_path(model.source, roulant_home())
-        self._check_port()
-        front = choose_front()
-        self._set_environment(front)
-        self._report("starting Ray")
-        self._start_ray()
-        _stop_if(stop_asked)
-        self._report(f"starting Ray Serve ({front.value})")
-        self._start_serve()
-        _stop_if(stop_asked)
-        self._report("starting the models and the HTTP front")
-        self._deploy()
-        self._wait_until_ready(stop_asked)
-
-    def stop(self, drain_timeout_s: float = DRAIN_TIMEOUT_S, hurry: threading.Event | None = None) -> None:
-        """Let running requests finish for `drain_timeout_s` or until `hurry` is set, then leave nothing behind."""
-        ours = psutil.Process().children(recursive=True)
+        _check_free(self._config.http)
+        events = self._spawn()
         try:
-            ray = sys.modules.get("ray")
-            if ray is not None and ray.is_initialized():
-                if self._deployed:
-                    self._drain(drain_timeout_s, hurry or threading.Event())
-                    self._delete_app()
-                ray.shutdown()
+            self._follow(events, stop_asked or threading.Event())
         finally:
-            _end_processes(ours)
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(events)
 
-    def _check_port(self) -> None:
-        import socket
+    def wait(self, stop_asked: threading.Event) -> None:
+        """Return when `stop_asked` is set. Raises ServiceError if the service ends before."""
+        assert self._driver is not None, "wait for what was started"
+        while not stop_asked.wait(POLL_S):
+            if self._driver.poll() is not None:
+                raise ServiceError(f"the service ended by itself (exit status {self._driver.returncode})")
 
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._config.http.host, self._port))
-            except OSError as error:
-                raise ServiceError(f"cannot listen on {self._config.http.host}:{self._port}: {error}") from error
+    def stop(self, hurry: threading.Event | None = None) -> None:
+        """Let running requests finish, for a bounded time or until `hurry` is set, then leave nothing behind."""
+        if self._driver is not None:
+            assert self._driver.stdin is not None
+            self._driver.stdin.close()
+            if self._is_ready:
+                self._wait_for_end(hurry or threading.Event())
+            _kill_session(self._driver.pid)
+            self._driver.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _set_environment(self, front: FrontKind) -> None:
-        if "ray" in sys.modules:
-            raise ServiceError("ray was imported before its settings were made; start the service in a fresh process")
+    def _spawn(self) -> int:
+        """Start the driver; returns the end of a pipe from which its events can be read."""
         # Short on purpose: a unix socket's path may have about 100 characters, and Ray puts its sockets deep inside.
         parent = "/tmp" if Path("/tmp").is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="roulant-", dir=parent))
-        export(local_settings(front, self._folder, secrets.token_hex(32)))
-
-    def _start_ray(self) -> None:
-        import ray
-
-        ray.init(
-            address="local",
-            namespace=f"roulant-{secrets.token_hex(4)}",
-            num_cpus=self._cpus(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=f"{self._folder}/ray",
+        settings = local_settings(choose_front(), self._folder, secrets.token_hex(32))
+        events, events_for_driver = os.pipe()
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "deployments.local_driver", str(events_for_driver), str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            env=os.environ | settings,
+            pass_fds=[events_for_driver],
+            start_new_session=True,
+            text=True,
         )
+        os.close(events_for_driver)
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(self._config.model_dump_json() + "\n")
+        self._driver.stdin.flush()
+        return events
 
-    def _cpus(self) -> int:
-        """At least what the deployments ask for: a small machine runs them more slowly, but it runs them."""
-        asked = sum(model.replicas * model.num_cpus for model in self._config.models)
-        asked += self._config.ingress.replicas * self._config.ingress.num_cpus
-        return max(os.cpu_count() or 1, int(asked) + 1)
-
-    def _start_serve(self) -> None:
-        from ray import serve
-        from ray.serve.config import HTTPOptions
-
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options=HTTPOptions(host=self._config.http.host, port=self._port),
-        )
-
-    def _deploy(self) -> None:
-        from ray import serve
-
-        from deployments.app import build_app
-
-        self._deployed = True
-        app = build_app(self._config, loopback_only=_is_loopback(self._config.http.host))
-        serve.run_many(
-            [serve.RunTarget(target=app, name=APP_NAME, route_prefix="/")],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
-
-    def _wait_until_ready(self, stop_asked: threading.Event) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if stop_asked.wait(POLL_S):
-                raise StartInterruptedError
-            self._raise_if_failed()
-            if _answers_ok(f"{self.url}/health/ready"):
-                return
-        raise ServiceError(f"not ready after {START_TIMEOUT_S:.0f} s; Ray's logs are in {self._keep_logs()}")
-
-    def _raise_if_failed(self) -> None:
-        from ray import serve
-        from ray.serve.schema import ApplicationStatus
-
-        app = serve.status().applications.get(APP_NAME)
-        if app is None or app.status is not ApplicationStatus.DEPLOY_FAILED:
-            return
-        faults = [f"{name}: {each.message}" for name, each in app.deployments.items() if each.message]
-        raise ServiceError("\n".join([app.message, *faults, f"Ray's logs are in {self._keep_logs()}"]))
-
-    def _keep_logs(self) -> Path:
-        """Save Ray's logs from the clean-up, for whoever wants to know why a start failed."""
-        kept = Path(tempfile.mkdtemp(prefix="roulant-logs-"))
-        shutil.copytree(f"{self._folder}/ray/session_latest/logs", kept, dirs_exist_ok=True)
-        return kept
-
-    def _drain(self, timeout_s: float, hurry: threading.Event) -> None:
-        from deployments.app import admission_link
-
-        link = admission_link(self._config)
-        deadline = time.monotonic() + timeout_s
-        try:
-            while link.drain_blocking() > 0 and time.monotonic() < deadline:
-                if hurry.wait(POLL_S):
+    def _follow(self, events: int, stop_asked: threading.Event) -> None:
+        pending = b""
+        while not stop_asked.is_set():
+            if not select.select([events], [], [], POLL_S)[0]:
+                continue
+            news = os.read(events, 65536)
+            if not news:
+                raise ServiceError("the service ended while it was starting; see above")
+            *lines, pending = (pending + news).split(b"\n")
+            for line in lines:
+                event = DriverEvent.model_validate_json(line)
+                if event.kind is EventKind.READY:
+                    self._is_ready = True
                     return
-        except AdmissionUnreachableError as error:
-            logger.warning("running requests are not waited for: %s", error)
+                if event.kind is EventKind.FAILED:
+                    raise ServiceError(event.text)
+                self._report(event.text)
+        raise StartInterruptedError
 
-    def _delete_app(self) -> None:
-        """Let the replicas end by themselves, so that the last bytes of the last answers go out.
-
-        Not `serve.shutdown`: the same, but its call outlives the actor that answers it, which Ray reports as an error.
-        """
-        from ray import serve
-
-        serve.delete(APP_NAME, _blocking=False)
-        deadline = time.monotonic() + DELETE_TIMEOUT_S
-        while APP_NAME in serve.status().applications and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+    def _wait_for_end(self, hurry: threading.Event) -> None:
+        assert self._driver is not None
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while self._driver.poll() is None and time.monotonic() < deadline:
+            if hurry.wait(POLL_S):
+                return
 
 
 def serve_until_stopped(
@@ -230,7 +163,7 @@ def serve_until_stopped(
     """Start a service, call `ready` once it is, run until SIGINT or SIGTERM, drain and stop it.
 
     A signal during the start stops it too; a second one cuts the draining short. Raises ServiceError, and ModelError
-    when a model is not on this host. Call it from the main thread of a process that has not imported ray.
+    when a model is not on this host. Call it from the main thread.
     """
     stop_asked, hurry = threading.Event(), threading.Event()
 
@@ -238,61 +171,66 @@ def serve_until_stopped(
         (hurry if stop_asked.is_set() else stop_asked).set()
 
     service = LocalService(config, report=report)
-    with _signals(on_signal) as take_signals_back:
+    with _signals(on_signal):
         try:
             service.start(stop_asked)
-            take_signals_back()
             ready(service)
-            stop_asked.wait()
+            service.wait(stop_asked)
             report("stopping: letting running requests finish")
         except StartInterruptedError:
             report("stopping before the service was ready")
         finally:
-            take_signals_back()
-            service.stop(hurry=hurry)
+            service.stop(hurry)
+
+
+def local_url(http: HttpSection) -> str:
+    """Where clients on this host reach a service."""
+    return f"http://{'127.0.0.1' if http.host in ('0.0.0.0', '::') else http.host}:{http.port}"
 
 
 @contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
-    """Handle SIGINT and SIGTERM here and put the old handlers back at the end; yields how to retake them from Ray."""
-
-    def take() -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, handler)
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    take()
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM here and put the old handlers back at the end."""
+    before = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield take
+        yield
     finally:
         for each, old in before.items():
             signal.signal(each, old)
 
 
-def _is_loopback(host: str) -> bool:
-    return host in ("127.0.0.1", "localhost", "::1")
-
-
-def _stop_if(stop_asked: threading.Event) -> None:
-    if stop_asked.is_set():
-        raise StartInterruptedError
-
-
-def _answers_ok(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (URLError, OSError):
-        return False
-
-
-def _end_processes(processes: list[psutil.Process]) -> None:
-    """Kill those that are still there; psutil does not take a reused process id for the process it knew."""
-    _, alive = psutil.wait_procs(processes, timeout=2.0)
-    for process in alive:
-        logger.warning("process %d outlived the shutdown and is killed", process.pid)
+def _check_free(http: HttpSection) -> None:
+    """Raise ServiceError if nobody could listen at the address: Ray would say so late and in many words."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            process.kill()
-        except psutil.NoSuchProcess:
+            probe.bind((http.host, http.port))
+        except OSError as error:
+            raise ServiceError(f"cannot listen on {http.host}:{http.port}: {error}") from error
+
+
+def session_processes(session_id: int) -> list[psutil.Process]:
+    """The living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    psutil.wait_procs(alive, timeout=2.0)
+    return found
+
+
+def _kill_session(session_id: int) -> None:
+    """Kill what is left of a session, until nothing is: a dying process may have started another."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while left := session_processes(session_id):
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=POLL_S)
+        if time.monotonic() > deadline:
+            logger.error("still running: %s", ", ".join(str(process.pid) for process in left))
+            return

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from deployments.admission_wire import AdmissionUnreachableError, CapacityReport
+from deployments.logs import log_to_stderr
 from deployments.loopback import serve_on_loopback_only
 from engine.api import Engine, EngineStats, GenerateRequest, StepSummary, TokenDelta, start_engine
 from engine.config import EngineConfig
@@ -55,6 +56,7 @@ class ModelReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits constructors; Python's type of __init__ does not know
         self, settings: ReplicaSettings, report: Reporter, replica_id: str | None = None
     ) -> None:
+        log_to_stderr()
         if settings.loopback_only:
             serve_on_loopback_only()
         self._settings = settings
