@@ -7,7 +7,7 @@ The engine speaks tokens: text in and out is `TextCodec`, which callers run wher
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -146,7 +146,7 @@ class EngineStats:
 class Engine(Protocol):
     """What a started engine offers. All methods are called from one event loop."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Run `request`; closing the iterator early cancels it.
 
         Raises RequestRefusedError before the first delta, EngineDeadError at any point.

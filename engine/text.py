@@ -28,19 +28,27 @@ class ChatTemplateError(ValueError):
 
 
 class TextCodec:
-    """One model's tokenizer and chat template. Every method is pure CPU work and safe to call from several threads."""
+    """One model's tokenizer and chat template. Every method is pure CPU work and safe to call from several threads.
+
+    `max_chars_per_token` bounds from below how many tokens a text has, without cutting it up; None if unknown.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self.eos_token_ids = eos_token_ids
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        # A normaliser may shorten a text before it is cut into tokens; then there is no bound.
+        unbounded = self._backend.normalizer is not None
+        self.max_chars_per_token = None if unbounded else max(map(len, self._backend.get_vocab()))
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Self:
         """Read `tokenizer.json` and its configuration from a model folder; raises OSError if there is none."""
         from transformers import PreTrainedTokenizerFast
 
+        if not (Path(model_dir) / "tokenizer.json").exists():
+            raise FileNotFoundError(f"{model_dir} has no tokenizer.json")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir))
         eos = set(eos_token_ids(Path(model_dir)))
         if tokenizer.eos_token_id is not None:
@@ -49,7 +57,7 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with whatever special tokens the tokenizer puts around a plain text."""
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ending where the assistant is to speak. Raises ChatTemplateError."""
@@ -62,7 +70,11 @@ class TextCodec:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
         # The template has written the special tokens itself.
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Of the tokenizer's ways to encode, the batched ones let other Python threads run meanwhile.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` without special tokens."""

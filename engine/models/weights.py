@@ -53,8 +53,9 @@ def load_decoder(
     model_dir: Path, config: Any, shape: ModelShape, *, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Build the decoder and fill it. Raises ConfigError if the files do not hold exactly what it needs."""
+    rotary = _rotary(config, shape, max_model_len, dtype, device)
     with torch.device("meta"):  # no time is spent on random weights
-        decoder = Decoder(shape, _rotary(config, shape, max_model_len, dtype, device))
+        decoder = Decoder(shape, rotary)
     decoder = decoder.to(dtype).to_empty(device=device)
     if shape.tied_head:
         decoder.head.weight = decoder.embed.weight

@@ -1,0 +1,121 @@
+"""Small makers for engine tests: requests, engines without a model, and an executor that proves what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.api import GenerateRequest, SamplingParams
+from engine.block_pool import BlockPool
+from engine.engine import Engine, Executor, ModelFacts
+from engine.plan import Chunk, StepPlan, StepResult
+from engine.scheduler import Scheduler
+
+VOCAB = 1000
+EOS = 999
+
+
+def sampling(max_tokens: int = 8, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **changes)  # type: ignore[arg-type]
+
+
+def request(request_id: str = "r", num_prompt: int = 4, max_tokens: int = 8, **changes: object) -> GenerateRequest:
+    """A request whose prompt is told by its id and length, so that no two prompts are alike."""
+    start = sum(map(ord, request_id)) % 500
+    prompt = tuple((start + offset) % EOS for offset in range(num_prompt))
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=changes.pop("sampling", None) or sampling(max_tokens),  # type: ignore[arg-type]
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def next_token(context: list[int], *, banned: tuple[int, ...] = ()) -> int:
+    """What `PagedMemoryExecutor` answers to a context: depends on every token of it and on their order."""
+    value = 7
+    for token_id in context:
+        value = (value * 31 + token_id + 1) % 1_000_003
+    token_id = value % VOCAB
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB
+    return token_id
+
+
+def expected_output(prompt: tuple[int, ...], params: SamplingParams, eos: int | None = EOS) -> list[int]:
+    """The output of `prompt` when it runs alone and is never interrupted."""
+    output: list[int] = []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos or eos is None else {eos})
+    while len(output) < params.max_tokens:
+        too_early = len(output) < params.min_tokens
+        output.append(next_token([*prompt, *output], banned=tuple(stops) if too_early else ()))
+        if not too_early and output[-1] in stops:
+            break
+    return output
+
+
+@dataclass
+class PagedMemoryExecutor:
+    """An executor whose "keys and values" are the tokens themselves, kept in blocks as a real cache would be.
+
+    The next token is a function of the whole context as read back through the block table, so a wrong block, position
+    or order, or a block used by two sequences at once, shows as a wrong token.
+    """
+
+    block_size: int
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    max_tokens_seen: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.max_tokens_seen = max(self.max_tokens_seen, plan.num_tokens)
+        for chunk in plan.chunks:
+            for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
+                self.memory[self._slot(chunk, position)] = token_id
+        return StepResult(token_ids=[self._sample(chunk) for chunk in plan.chunks if chunk.samples])
+
+    def close(self) -> None:
+        self.memory.clear()
+
+    def _slot(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.block_ids[position // self.block_size], position % self.block_size
+
+    def _sample(self, chunk: Chunk) -> int:
+        context = [self.memory[self._slot(chunk, position)] for position in range(chunk.end)]
+        return next_token(context, banned=chunk.banned_token_ids)
+
+
+@dataclass
+class VirtualClock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    executor: Executor | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Engine:
+    """An engine without a model; one request may use the whole pool."""
+    facts = ModelFacts(vocab_size=VOCAB, max_model_len=num_blocks * block_size, eos_token_ids=frozenset({EOS}))
+    scheduler = Scheduler(
+        BlockPool(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    return Engine(scheduler, executor or PagedMemoryExecutor(block_size), facts, max_num_seqs, clock or VirtualClock())
+
+
+def run_to_end(engine: Engine, outputs: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Step until nothing is open; the output tokens of every request."""
+    outputs = {} if outputs is None else outputs
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.delta.token_ids)
+    return outputs

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.api import FinishReason, RequestRefusedError
+from engine.config import StepCost
+from engine.simulated import SimulatedExecutor
+from tests.engine.makers import EOS, VOCAB, VirtualClock, expected_output, make_engine, request, run_to_end, sampling
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (request(num_prompt=0), "the prompt is empty"),
+        (request(num_prompt=250, max_tokens=7), "250 prompt tokens and max_tokens 7 make 257, over the model's 256"),
+        (request(max_tokens=2, resumed_token_ids=(1, 2)), "2 resumed tokens leave nothing of max_tokens 2"),
+        (request(sampling=sampling(stop_token_ids=(VOCAB,))), "token ids must lie in 0..999"),
+        (request(resumed_token_ids=(-1,)), "token ids must lie in 0..999"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_numbers(bad: object, told: str) -> None:
+    with pytest.raises(RequestRefusedError, match=told):
+        make_engine().check_request(bad)  # type: ignore[arg-type]
+
+
+def test_a_request_of_exactly_the_full_length_runs() -> None:
+    engine = make_engine()
+    full = request(num_prompt=250, max_tokens=6)
+    engine.check_request(full)
+    engine.add(full)
+    assert run_to_end(engine) == {"r": expected_output(full.prompt_token_ids, full.sampling)}
+
+
+def test_eos_and_stop_tokens_end_a_sequence_and_are_its_last_token() -> None:
+    engine = make_engine()
+    plain = expected_output(request().prompt_token_ids, sampling(8))
+    engine.add(request(sampling=sampling(8, stop_token_ids=(plain[3],))))
+    deltas = []
+    while engine.has_work:
+        deltas += [output.delta for output in engine.step()]
+    assert [delta.token_ids[0] for delta in deltas] == plain[:4]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    plain = expected_output(request().prompt_token_ids, sampling(8))
+    params = sampling(8, stop_token_ids=(plain[1], plain[2]), min_tokens=6)
+    engine = make_engine()
+    engine.add(request(sampling=params))
+    output = run_to_end(engine)["r"]
+    assert output == expected_output(request().prompt_token_ids, params)
+    assert not {plain[1], plain[2], EOS} & set(output[:6])
+
+
+def test_every_step_is_accounted_for() -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        vocab_size=VOCAB, cost=StepCost(base_s=1.0, per_token_s=0.5, per_seq_s=0.25), sleep=clock.advance
+    )
+    engine = make_engine(executor=executor, clock=clock)
+    engine.add(request("a", num_prompt=4, sampling=sampling(2, ignore_eos=True)))
+    engine.add(request("b", num_prompt=20, sampling=sampling(1, ignore_eos=True)))
+    run_to_end(engine)
+    first, second = engine.recent_steps()
+    assert (first.joined, first.left, first.num_prefill_tokens, first.num_decode_tokens) == (("a", "b"), (), 16, 0)
+    assert (second.joined, second.left, second.num_prefill_tokens, second.num_decode_tokens) == ((), ("a", "b"), 8, 1)
+    assert (first.execute_s, second.execute_s) == (1 + 16 / 2 + 0.5, 1 + 9 / 2 + 0.5)
+    assert (first.num_running, second.num_running, second.num_free_blocks) == (2, 0, 64)
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_padding_tokens) == (24, 3, 0)
+
+
+def test_members_join_and_leave_while_others_run() -> None:
+    engine = make_engine(max_num_seqs=4)
+    for number in range(12):
+        engine.add(request(f"r{number}", num_prompt=3, sampling=sampling(2 + number % 5, ignore_eos=True)))
+    run_to_end(engine)
+    steps = engine.recent_steps()
+    changes = [step for step in steps[1:-1] if step.joined or step.left]
+    assert len(changes) > len(steps) / 2
+    assert max(step.num_running for step in steps) == 4
+
+
+def test_after_a_storm_of_cancels_every_count_is_back_to_zero() -> None:
+    rng = random.Random(7)
+    clock = VirtualClock()
+    executor = SimulatedExecutor(vocab_size=VOCAB, cost=StepCost(), sleep=clock.advance)
+    engine = make_engine(num_blocks=80, max_num_seqs=16, max_num_batched_tokens=64, executor=executor, clock=clock)
+    pending = [
+        request(f"r{number}", rng.randint(1, 100), rng.randint(1, 60), lane=rng.randrange(3)) for number in range(300)
+    ]
+    ended: list[str] = []
+    opened: list[str] = []
+    while pending or engine.has_work:
+        for _ in range(min(len(pending), rng.randint(0, 6))):
+            opened.append(pending[-1].request_id)
+            engine.add(pending.pop())
+        if opened and rng.random() < 0.5:
+            cancelled = engine.cancel(rng.choice(opened))
+            ended += [cancelled.request_id] if cancelled else []
+        ended += [output.request_id for output in engine.step() if output.delta.finish_reason]
+        engine.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_preemptions > 0
+    assert sorted(ended) == sorted(f"r{number}" for number in range(300))
