@@ -73,6 +73,8 @@ class Driver:
         self._drain()
         self._delete_app()
         ray.shutdown()
+        # The parent does it too, unless it is dead.
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def fail(self, message: str) -> None:
         """Tell the parent why there will be no service."""
