@@ -72,6 +72,11 @@ class GenerationRequest(Body):
         """The prompt's tokens. CPU work, longer for a longer prompt. Raises ApiError, ChatTemplateError."""
 
     @property
+    @abstractmethod
+    def num_chars(self) -> int:
+        """Characters of text that every tokenisation of the prompt must cover; 0 for token ids."""
+
+    @property
     def output_limit(self) -> int | None:
         """The bound that the client has set on the output, in tokens."""
         return self.max_tokens
@@ -137,6 +142,11 @@ class ChatRequest(GenerationRequest):
         return codec.encode_chat([message.for_template() for message in self.messages])
 
     @property
+    def num_chars(self) -> int:
+        # Templates may trim what they are given.
+        return sum(len(message.for_template()["content"].strip()) for message in self.messages)
+
+    @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -174,6 +184,10 @@ class CompletionRequest(GenerationRequest):
             return codec.encode(self.prompt)
         check_vocabulary(self.prompt, codec, "prompt")
         return list(self.prompt)
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
 
 
 class TokenizeRequest(Body):

@@ -83,6 +83,7 @@ class Service:
         lane = caller.lane(request.priority)
         model = self._catalog.resolve(request.model, caller)
         deadline = asyncio.get_running_loop().time() + (request.timeout_s or self._timeout_s)
+        refuse_hopeless(request, model)
         async with asyncio.timeout_at(deadline):
             prompt = await asyncio.to_thread(request.encode, model.codec)
             bound = output_bound(request, len(prompt), model.max_model_len)
@@ -153,6 +154,18 @@ def ask_for(job: GenerateRequest, model: ServedModel, bound: int | None) -> Admi
         prompt_tokens=len(job.prompt_token_ids),
         max_output_tokens=bound,
     )
+
+
+def refuse_hopeless(request: GenerationRequest, model: ServedModel) -> None:
+    """Raise ApiError if the text is too long whatever its tokens are, so that none of it needs to be tokenised."""
+    chars = model.codec.max_chars_per_token
+    if chars is None or request.num_chars <= chars * model.max_model_len:
+        return
+    message = (
+        f"{request.prompt_field}: {request.num_chars} characters are more than {request.num_chars // chars} tokens; "
+        f"the model's context is {model.max_model_len} tokens"
+    )
+    raise ApiError(Fault.CONTEXT_LENGTH_EXCEEDED, message, param=request.prompt_field)
 
 
 def output_bound(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int | None:

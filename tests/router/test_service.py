@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
@@ -350,6 +350,22 @@ def test_min_tokens_must_fit_into_the_default_bound() -> None:
         with pytest.raises(ApiError) as caught:
             output_bound(request, prompt_tokens, CONTEXT)
         assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize("request_of", [lambda text: completion(prompt=text), lambda text: chat(messages=[
+    {"role": "user", "content": text}])])  # fmt: skip
+async def test_a_text_that_cannot_fit_however_it_is_cut_is_not_tokenised(
+    house: House, monkeypatch: pytest.MonkeyPatch, request_of: Callable[[str], GenerationRequest]
+) -> None:
+    """A body of megabytes is seconds of work for the tokenizer, and one client could keep it busy."""
+    model = house.catalog.resolve(MODEL, CALLER)
+    assert model.codec.max_chars_per_token is not None
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(model.codec, name, lambda _: pytest.fail("the text was tokenised"))
+    with pytest.raises(ApiError) as caught:
+        await whole(house, request_of("x" * (model.codec.max_chars_per_token * CONTEXT + 1)))
+    assert caught.value.row.code == "context_length_exceeded"
+    assert house.admission.asks == []
 
 
 def test_the_context_error_names_the_field_that_the_client_used() -> None:
