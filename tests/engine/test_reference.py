@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.text import TextCodec
 from tests.engine.makers import run_to_end
 
-MAX_TOKENS = 12
+MAX_TOKENS = 10
 CHATS = (
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -115,37 +115,52 @@ def run_alone(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]
 
 
 def run_together(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """Up to 16 at a time, one arrival every other step, long prompts among the short ones."""
+    """16 at a time: two arrivals for each step until the slots are full, long prompts among the short ones."""
     outputs: dict[str, list[int]] = {}
     arrivals = requests(prompts)
-    arrivals = arrivals[::2] + arrivals[1::2]
-    turn = 0
+    arrivals = arrivals[::3] + arrivals[1::3] + arrivals[2::3]
     while arrivals or engine.has_work:
-        if arrivals and turn % 2 == 0:
-            engine.add(arrivals.pop())
-        turn += 1
+        for request in arrivals[-2:]:
+            engine.add(request)
+        del arrivals[-2:]
         for output in engine.step():
             outputs.setdefault(output.request_id, []).extend(output.delta.token_ids)
     return [outputs[str(number)] for number in range(len(prompts))]
 
 
+@pytest.fixture(scope="module")
+def float32_answers(smollm2: Path, prompts: list[tuple[int, ...]]) -> list[Answer]:
+    return reference(smollm2, prompts, torch.float32)
+
+
 @pytest.mark.slow
-def test_float32_greedy_output_equals_the_reference(smollm2: Path, prompts: list[tuple[int, ...]]) -> None:
-    expected = [answer.tokens for answer in reference(smollm2, prompts, torch.float32)]
+def test_float32_greedy_output_equals_the_reference(
+    smollm2: Path, prompts: list[tuple[int, ...]], float32_answers: list[Answer]
+) -> None:
+    expected = [answer.tokens for answer in float32_answers]
     engine = start(smollm2, Dtype.FLOAT32)
     assert run_alone(engine, prompts) == expected
     assert run_together(engine, prompts) == expected
-    assert max(step.num_running for step in engine.recent_steps()) > 8
+    assert max(step.num_running for step in engine.recent_steps()) == 16
     assert engine.stats().num_padding_tokens == 0
 
 
 @pytest.mark.slow
-def test_bfloat16_differs_only_at_near_ties(smollm2: Path, prompts: list[tuple[int, ...]]) -> None:
+def test_bfloat16_differs_only_at_near_ties(
+    smollm2: Path, prompts: list[tuple[int, ...]], float32_answers: list[Answer]
+) -> None:
+    """A difference is allowed where the reference's first two choices lie within 2 units in the last place.
+
+    And where the reference in float32, after the same tokens, says what we say: there it is its bfloat16 that is off.
+    """
+    prompts = prompts[:-2]  # the longest two take a CPU without bfloat16 half of the time
     expected = reference(smollm2, prompts, torch.bfloat16)
     engine = start(smollm2, Dtype.BFLOAT16)
     for output in (run_alone(engine, prompts), run_together(engine, prompts)):
-        for number, (ours, theirs) in enumerate(zip(output, expected, strict=True)):
+        for ours, theirs, truth in zip(output, expected, float32_answers[:-2], strict=True):
             pairs = zip(ours, theirs.tokens, strict=False)
             split = next((at for at, (mine, other) in enumerate(pairs) if mine != other), None)
-            assert split is None or theirs.margins[split] <= 2, f"prompt {number} parts at {split}: {theirs.margins}"
-            assert split is not None or len(ours) == len(theirs.tokens)
+            if split is None:
+                assert len(ours) == len(theirs.tokens)
+            elif theirs.margins[split] > 2:
+                assert ours[: split + 1] == truth.tokens[: split + 1], f"{theirs.margins[split]} units apart"
