@@ -7,8 +7,6 @@ that port, so it can name another host for it; this module is the only place tha
 
 from __future__ import annotations
 
-from ray.serve._private import replica as serve_replica
-
 _OPENS_PORT = "add_port_to_grpc_server"
 
 
@@ -17,6 +15,8 @@ def serve_on_loopback_only() -> None:
 
     Raises RuntimeError if this Ray version opens the port in another way: better no service than an open port.
     """
+    from ray.serve._private import replica as serve_replica
+
     original = getattr(serve_replica, _OPENS_PORT, None)
     if original is None:
         raise RuntimeError("this version of Ray Serve opens replica ports in a way that cannot be kept to this host")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -66,7 +66,7 @@ class ModelReplica:
         self._engine: Engine = await asyncio.to_thread(start_engine, settings.engine)
         self._reports = asyncio.create_task(self._report_for_ever())
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """See `engine.api.Engine.generate`. Closing or cancelling it ends the request in the engine."""
         async with contextlib.aclosing(cast(Any, self._engine.generate(request))) as deltas:
             async for delta in deltas:
