@@ -133,8 +133,11 @@ class Driver:
         app = serve.status().applications.get(APP_NAME)
         if app is None or app.status is not ApplicationStatus.DEPLOY_FAILED:
             return
-        faults = [f"{name}: {each.message}" for name, each in app.deployments.items() if each.message]
-        raise StartError("\n".join([app.message, *faults, f"Ray's logs are in {self._keep_logs()}"]))
+        # A message is a traceback of tracebacks; its last line says what was wrong, and the logs have the rest.
+        faults = [
+            f"{name}: {each.message.strip().splitlines()[-1]}" for name, each in app.deployments.items() if each.message
+        ]
+        raise StartError("\n".join([*(faults or [app.message]), f"Ray's logs are in {self._keep_logs()}"]))
 
     def _keep_logs(self) -> Path:
         """Save Ray's logs from the clean-up, for whoever wants to know why a start failed."""

@@ -7,8 +7,10 @@ import random
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from deployments.local import session_processes
 from deployments.models import DEFAULT_MODEL
 from tests.e2e.conftest import SIMULATED_MODEL, Running
 
@@ -103,3 +105,29 @@ async def test_a_storm_of_requests_and_cancels_leaves_all_counts_at_zero(running
     assert outcomes.count("200") >= patience.count(60.0)
     assert outcomes.count("cancelled") > 0
     assert not any((await held_in_the_end(running)).values())
+
+
+def process_of(running: Running, actor: str) -> psutil.Process:
+    (found,) = [each for each in session_processes(running.session_id) if actor in " ".join(each.cmdline())]
+    return found
+
+
+async def test_requests_outlive_the_admission_actor_and_its_successor_has_their_books(running: Running) -> None:
+    headers = {"Authorization": f"Bearer {running.api_key}"}
+    used_before = {tenant["tenant"]: tenant["used_tokens"] for tenant in (await queue_of(running))["tenants"]}
+    assert used_before["local"] > 0
+    async with httpx.AsyncClient(base_url=running.url, headers=headers, timeout=60.0) as http:
+        # More than the batch holds, so that some wait in the actor's queue when it dies.
+        posts = [http.post("/v1/completions", json=body(SIMULATED_MODEL, 60, stream=False)) for _ in range(50)]
+        requests = [asyncio.create_task(post) for post in posts]
+        for _ in range(POLLS):
+            if held(await queue_of(running))["waiting"] > 0:
+                break
+        process_of(running, "ray::AdmissionActor").kill()
+        answers = await asyncio.gather(*requests)
+
+    assert [answer.status_code for answer in answers] == [200] * 50
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {60}
+    assert not any((await held_in_the_end(running)).values())
+    # A new actor counts from zero; what ran across its birth is all there.
+    assert 0 < used_by(await queue_of(running), "local") <= 50 * 61
