@@ -12,7 +12,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from cluster.api import AdmissionSnapshot
-from engine.api import EngineDeadError, EngineError, EngineStats, GenerateRequest, StepSummary, TokenDelta
+from deployments.replica import ReplicaReport
+from engine.api import EngineDeadError, EngineError, GenerateRequest, TokenDelta
 
 CALL_TIMEOUT_S = 2.0
 """For questions that a live replica answers at once."""
@@ -29,6 +30,7 @@ class ServeReplicas:
         self._handles = handles
         self._streaming = {model: handle.options(stream=True) for model, handle in handles.items()}
         self._admission_snapshot = admission_snapshot
+        self.models = tuple(handles)
 
     async def generate(self, model: str, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """See `engine.api.Engine.generate`; closing the iterator early cancels the request."""
@@ -57,16 +59,12 @@ class ServeReplicas:
             admitting = {model.model for model in snapshot.models if model.slots > 0}
             if not admitting.issuperset(self._handles):
                 return False
-            return all(await asyncio.gather(*(self.stats(model) for model in self._handles)))
+            return all(await asyncio.gather(*(self.reports(model) for model in self._handles)))
         return False
 
-    async def stats(self, model: str) -> list[EngineStats]:
-        """The counts of every replica of `model` that answers. Raises EngineDeadError if none does."""
-        return await self._ask_all(model, "stats")
-
-    async def recent_steps(self, model: str) -> list[list[StepSummary]]:
-        """The last steps of every replica of `model` that answers. Raises EngineDeadError if none does."""
-        return await self._ask_all(model, "recent_steps")
+    async def reports(self, model: str, num_steps: int = 0) -> list[ReplicaReport]:
+        """Counts and last steps of every replica of `model` that answers. Raises EngineDeadError if none does."""
+        return await self._ask_all(model, "report", num_steps)
 
     async def _ask_all(self, model: str, method: str, *args: object) -> list[Any]:
         try:

@@ -60,9 +60,9 @@ def secret(name: str, env: str, *, home: Path | None = None) -> str:
     return made
 
 
-def export(settings: Mapping[str, str]) -> None:
-    """Set variables for the libraries that this process has yet to import, and for the processes that it starts."""
-    os.environ.update(settings)
+def environment_with(settings: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with some variables set, for a process that it starts."""
+    return os.environ | settings
 
 
 def client_settings() -> ClientSettings:

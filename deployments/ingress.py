@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api import ModelSnapshot, TenantSnapshot
 from deployments.admission_actor import AdmissionActorLink
 from deployments.admission_client import AdmissionClient
 from deployments.handles import ServeReplicas
 from deployments.logs import log_to_stderr
 from deployments.loopback import serve_on_loopback_only
-from engine.api import EngineError, EngineStats, TextCodec
+from deployments.operator_views import ServeViews
+from engine.api import TextCodec
 from router.api import Caller, Catalog, KeyRing, ServedModel, Service, Wiring, build_http_app
 
 
@@ -41,22 +40,6 @@ class IngressSettings:
     callers: Mapping[str, Caller]
     max_body_bytes: int
     loopback_only: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelQueue:
-    """One model for operators: what admission says, and each replica's engine. No engines: they do not answer."""
-
-    admission: ModelSnapshot
-    engines: tuple[EngineStats, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueView:
-    """All queues at one moment."""
-
-    models: tuple[ModelQueue, ...]
-    tenants: tuple[TenantSnapshot, ...]
 
 
 @serve.ingress()
@@ -86,7 +69,7 @@ class Ingress:
                 catalog=catalog,
                 admission=self._admission,
                 replicas=self._replicas,
-                queue_view=self._queue_view,
+                operator_views=ServeViews(self._link.snapshot, self._replicas),
                 body_limit_bytes=self._settings.max_body_bytes,
             )
         )
@@ -95,20 +78,6 @@ class Ingress:
     async def check_health(self) -> None:
         """Called by Serve, which replaces an ingress that keeps raising."""
         self._admission.check_health()
-
-    async def _queue_view(self) -> QueueView:
-        snapshot = await self._link.snapshot()
-        engines = await asyncio.gather(*(self._engines(model.model) for model in snapshot.models))
-        models = (
-            ModelQueue(admission=model, engines=stats) for model, stats in zip(snapshot.models, engines, strict=True)
-        )
-        return QueueView(models=tuple(models), tenants=snapshot.tenants)
-
-    async def _engines(self, model: str) -> tuple[EngineStats, ...]:
-        try:
-            return tuple(await self._replicas.stats(model))
-        except EngineError:
-            return ()
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:

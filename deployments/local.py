@@ -30,7 +30,7 @@ from types import FrameType
 import psutil
 
 from deployments.config import HttpSection, RoulantConfig
-from deployments.home import roulant_home
+from deployments.home import environment_with, roulant_home
 from deployments.local_events import DriverEvent, EventKind
 from deployments.models import model_path
 from deployments.serve_mode import choose_front, free_ports, local_settings
@@ -116,7 +116,7 @@ class LocalService:
             [sys.executable, "-m", "deployments.local_driver", str(events_for_driver), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
-            env=os.environ | settings,
+            env=environment_with(settings),
             pass_fds=[events_for_driver],
             start_new_session=True,
             text=True,

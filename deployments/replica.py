@@ -50,6 +50,15 @@ class ReplicaSettings:
     loopback_only: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """One replica's engine: its counts now, and what its last steps did."""
+
+    model: str
+    stats: EngineStats
+    steps: tuple[StepSummary, ...]
+
+
 class ModelReplica:
     """The deployment class; also usable bare, without Ray."""
 
@@ -76,13 +85,11 @@ class ModelReplica:
         """See `engine.api.Engine.cancel`."""
         return await self._engine.cancel(request_id)
 
-    async def stats(self) -> EngineStats:
-        """The engine's counts now."""
-        return self._engine.stats()
-
-    async def recent_steps(self) -> list[StepSummary]:
-        """The engine's last steps, oldest first."""
-        return self._engine.recent_steps()
+    async def report(self, num_steps: int) -> ReplicaReport:
+        """What operators ask: the engine's counts and its last `num_steps` steps, oldest first."""
+        steps = self._engine.recent_steps()
+        last = steps[max(0, len(steps) - num_steps) :]
+        return ReplicaReport(model=self._settings.model, stats=self._engine.stats(), steps=tuple(last))
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces a replica that keeps raising."""

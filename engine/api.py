@@ -31,8 +31,11 @@ __all__ = [
     "TextCodec",
     "TextStream",
     "TokenDelta",
+    "describe_memory",
     "start_engine",
 ]
+
+GIB = 1 << 30
 
 
 class FinishReason(StrEnum):
@@ -130,6 +133,8 @@ class EngineStats:
 
     max_num_seqs: int
     max_model_len: int
+    weight_bytes: int
+    kv_bytes_per_token: int
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -141,6 +146,18 @@ class EngineStats:
     num_generated_tokens: int
     num_padding_tokens: int
     num_preemptions: int
+
+
+def describe_memory(stats: EngineStats) -> str:
+    """What start-up decided about memory, in one line."""
+    num_tokens = stats.num_blocks * stats.block_size
+    num_full = stats.num_blocks // -(-stats.max_model_len // stats.block_size)
+    return (
+        f"weights {stats.weight_bytes / GIB:.2f} GiB; KV cache {stats.kv_bytes_per_token:,} bytes per token, "
+        f"{stats.num_blocks:,} blocks of {stats.block_size} tokens = {num_tokens:,} tokens, "
+        f"{num_tokens * stats.kv_bytes_per_token / GIB:.2f} GiB; "
+        f"holds {num_full} requests of the full {stats.max_model_len:,} tokens at once"
+    )
 
 
 class Engine(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from engine.api import describe_memory
 from engine.async_engine import AsyncEngine
 from engine.attention.reference import reference_attention
 from engine.block_pool import BlockPool
@@ -46,18 +47,21 @@ def build_engine(config: EngineConfig) -> Engine:
         )
     else:
         plan, executor = _load(config, model_config, shape, max_model_len)
-    logger.info("%s: %s", Path(config.model).name, plan.line())
     facts = ModelFacts(
         vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(eos_token_ids(Path(config.model))),
+        weight_bytes=plan.weight_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
     )
     scheduler = Scheduler(
         BlockPool(plan.num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return Engine(scheduler, executor, facts, config.max_num_seqs, time.perf_counter)
+    engine = Engine(scheduler, executor, facts, config.max_num_seqs, time.perf_counter)
+    logger.info("%s: %s", Path(config.model).name, describe_memory(engine.stats()))
+    return engine
 
 
 _SIMULATED_TOKENS = 1 << 20

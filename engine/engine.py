@@ -31,11 +31,13 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What intake must know about the model: bounds for requests, and the tokens that end a sequence."""
+    """What was found out about the model: bounds for requests, the tokens that end a sequence, and sizes."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    weight_bytes: int
+    kv_bytes_per_token: int
 
 
 class Engine:
@@ -126,6 +128,8 @@ class Engine:
         return EngineStats(
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._facts.max_model_len,
+            weight_bytes=self._facts.weight_bytes,
+            kv_bytes_per_token=self._facts.kv_bytes_per_token,
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used,

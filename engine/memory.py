@@ -1,4 +1,4 @@
-"""How much KV cache there is room for, and the one line that start-up says about it.
+"""How much KV cache there is room for.
 
 A token's keys and values take ``2 * layers * kv_heads * head_dim * element_bytes``; the cache is what a share of the
 memory left beside the weights holds, in whole blocks.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.api import GIB
 from engine.config import DEFAULT_MEMORY_FRACTION, ConfigError, EngineConfig
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,20 +21,6 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    def line(self) -> str:
-        """The start-up line."""
-        full = self.num_blocks // -(-self.max_model_len // self.block_size)
-        return (
-            f"weights {self.weight_bytes / GIB:.2f} GiB; KV cache {self.kv_bytes_per_token:,} bytes per token, "
-            f"{self.num_blocks:,} blocks of {self.block_size} tokens = {self.num_tokens:,} tokens, "
-            f"{self.num_tokens * self.kv_bytes_per_token / GIB:.2f} GiB; "
-            f"holds {full} requests of the full {self.max_model_len:,} tokens at once"
-        )
 
 
 def plan_memory(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,14 +18,17 @@ from engine.sampler import sample
 def allocate_cache(
     shape: ModelShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """The KV cache of all layers; zeroed lazily by the operating system where it can be."""
+    """The KV cache of all layers, zeroed."""
     size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-    return [
-        LayerCache(
-            keys=torch.zeros(size, dtype=dtype, device=device), values=torch.zeros(size, dtype=dtype, device=device)
-        )
-        for _ in range(shape.num_layers)
-    ]
+    layers = range(shape.num_layers)
+    return [LayerCache(keys=_zeros(size, dtype, device), values=_zeros(size, dtype, device)) for _ in layers]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is zeroed when it is first touched: torch writes all of it at once, seconds at start-up."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
 class Runner:

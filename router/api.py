@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.auth import Caller, KeyRing, hash_key
 from router.catalog import Catalog, ServedModel
-from router.http_app import Wiring, build_http_app
+from router.http_app import OperatorViews, Wiring, build_http_app
 from router.service import Admission, Replicas, Service
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Caller",
     "Catalog",
     "KeyRing",
+    "OperatorViews",
     "Replicas",
     "ServedModel",
     "Service",

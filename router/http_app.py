@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from fastapi import FastAPI
 from fastapi.encoders import jsonable_encoder
@@ -37,20 +37,31 @@ from router.service import Admission, Replicas, Service
 logger = logging.getLogger(__name__)
 
 DEFAULT_BODY_LIMIT_BYTES = 4 * 1024 * 1024
+MAX_STEPS_DIGITS = 6
 READY_TIMEOUT_S = 2.0
 """Readiness that cannot be found out in this time is none."""
 
 
+class OperatorViews(Protocol):
+    """What operators may look at; every answer is anything that can be told as JSON."""
+
+    async def queue(self) -> object:
+        """Per model what waits, what is admitted and what the engines hold; per tenant what is reserved and used."""
+
+    async def replicas(self, num_steps: int) -> object:
+        """Per model and replica the engine's counts and its last `num_steps` steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What the routes need. `queue_view` returns what the operator sees of queues and replicas: anything JSON-able."""
+    """What the routes need."""
 
     service: Service
     keys: KeyRing
     catalog: Catalog
     admission: Admission
     replicas: Replicas
-    queue_view: Callable[[], Awaitable[object]]
+    operator_views: OperatorViews
     body_limit_bytes: int = DEFAULT_BODY_LIMIT_BYTES
 
 
@@ -66,6 +77,7 @@ def build_http_app(wiring: Wiring) -> FastAPI:
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
         ("GET", "/admin/v1/queue", routes.show_queue),
+        ("GET", "/admin/v1/replicas", routes.show_replicas),
         ("GET", "/health/live", routes.live),
         ("GET", "/health/ready", routes.ready),
     ):
@@ -112,7 +124,13 @@ class Routes:
         return answer(DetokenizeAnswer(prompt=await asyncio.to_thread(asked.decode, model.codec)))
 
     async def show_queue(self) -> Response:
-        return JSONResponse(jsonable_encoder(await self._wiring.queue_view()))
+        return JSONResponse(jsonable_encoder(await self._wiring.operator_views.queue()))
+
+    async def show_replicas(self, request: Request) -> Response:
+        asked = request.query_params.get("steps", "0")
+        if not asked.isdecimal() or len(asked) > MAX_STEPS_DIGITS:
+            raise ApiError(Fault.INVALID_REQUEST, f"steps: {asked!r} is not a number of steps", param="steps")
+        return JSONResponse(jsonable_encoder(await self._wiring.operator_views.replicas(int(asked))))
 
     async def live(self) -> Response:
         return answer(HealthAnswer(status="live"))

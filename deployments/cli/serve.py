@@ -7,6 +7,8 @@ import shlex
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from deployments.cli.client import admin_client
+from deployments.cli.status import memory_lines
 from deployments.cli.terminal import CliError, pull_progress, say, stderr
 from deployments.config import ConfigFileError, KeySection, RoulantConfig, load_config
 from deployments.home import roulant_home, secret
@@ -21,7 +23,7 @@ def run_service(config_file: Path | None, *, host: str | None, port: int | None)
     config = with_address(read_config(config_file), host=host, port=port)
     fetch_missing_models(config)
     try:
-        serve_until_stopped(config, ready=lambda service: announce(config, service), report=_report)
+        serve_until_stopped(config, ready=lambda service: _is_ready(config, service), report=_report)
     except (ServiceError, ModelError) as error:
         raise CliError(str(error)) from error
 
@@ -49,6 +51,15 @@ def fetch_missing_models(config: RoulantConfig) -> None:
         if model.source in CATALOGUE:
             with pull_progress() as progress:
                 pull(model.source, home=roulant_home(), progress=progress)
+
+
+def _is_ready(config: RoulantConfig, service: LocalService) -> None:
+    admin = next((key for key in config.keys if key.admin), None)
+    if admin is not None:  # without an operator nobody may ask
+        with admin_client(service.url, secret(admin.file, admin.env)) as client:
+            for line in memory_lines(client):
+                _report(line)
+    announce(config, service)
 
 
 def announce(config: RoulantConfig, service: LocalService) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from cluster.api import Lane
 from deployments.cli.client import ServiceClient
 from deployments.cli.terminal import CliError, say, say_json, stdout
+from engine.api import EngineStats, describe_memory
 
 T = TypeVar("T")
 
@@ -62,6 +63,22 @@ class _Queue(BaseModel):
 
     models: tuple[_ModelQueue, ...]
     tenants: tuple[_Tenant, ...]
+
+
+class _Replica(BaseModel):
+    model: str
+    stats: EngineStats
+
+
+class _Replicas(BaseModel):
+    replicas: tuple[_Replica, ...]
+
+
+def memory_lines(client: ServiceClient) -> list[str]:
+    """For each replica, what it found room for. Raises CliError."""
+    body = client.get_ok("/admin/v1/replicas").content
+    replicas = _parsed(TypeAdapter(_Replicas), body).replicas
+    return [f"{replica.model}: {describe_memory(replica.stats)}" for replica in replicas]
 
 
 def show_status(client: ServiceClient, *, as_json: bool) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from rich.progress import Progress, TextColumn
 
 from deployments.cli import main
 from deployments.cli.chat import Conversation, Message
-from deployments.cli.client import api_client
+from deployments.cli.client import admin_client, api_client
 from deployments.cli.serve import QUESTION, announce, curl_command, first_key, read_config, with_address
+from deployments.cli.status import memory_lines
 from deployments.cli.terminal import BarProgress, CliError, printable
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, Manifest, ManifestFile
+from engine.api import GIB, EngineStats, describe_memory
 from tests.deployments.fake_service import Canned, FakeService, error, events, fake_service
 
 COMMANDS = (("serve",), ("chat",), ("status",), ("models", "pull"), ("models", "list"))
@@ -250,6 +253,30 @@ def test_status_for_people(roulant: Run, busy: FakeService) -> None:
 def test_status_for_programs_has_everything_that_the_service_says(roulant: Run, busy: FakeService) -> None:
     assert roulant("status", "--json") == 0
     assert json.loads(roulant.out) == {"url": busy.url, "ready": True, "models": ["tiny"], "queue": QUEUE}
+
+
+def test_the_memory_of_each_replica_is_told_in_a_line(service: FakeService) -> None:
+    stats = EngineStats(
+        max_num_seqs=8,
+        max_model_len=64,
+        weight_bytes=2 * GIB,
+        kv_bytes_per_token=1024,
+        block_size=16,
+        num_blocks=1000,
+        num_used_blocks=0,
+        num_running=0,
+        num_waiting=0,
+        num_steps=0,
+        num_requests=0,
+        num_prompt_tokens=0,
+        num_generated_tokens=0,
+        num_padding_tokens=0,
+        num_preemptions=0,
+    )
+    replicas = {"replicas": [{"model": "tiny", "stats": asdict(stats), "steps": []}]}
+    service.answers["/admin/v1/replicas"] = Canned(body=json.dumps(replicas))
+    with admin_client(service.url, "rk-admin") as client:
+        assert memory_lines(client) == [f"tiny: {describe_memory(stats)}"]
 
 
 def test_status_of_a_service_that_is_not_ready_exits_with_1(roulant: Run, busy: FakeService) -> None:

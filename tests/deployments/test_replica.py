@@ -67,11 +67,22 @@ async def test_closing_the_stream_ends_the_request_in_the_engine(replica: ModelR
         await anext(deltas)
 
     generated = await replica.cancel("a")
-    stats = await replica.stats()
+    stats = (await replica.report(0)).stats
 
     assert generated is not None
     assert 0 < generated < 4000
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+async def test_a_report_has_as_many_of_the_last_steps_as_were_asked_for(replica: ModelReplica) -> None:
+    async for _ in replica.generate(request("a", 5)):
+        pass
+
+    steps = {asked: (await replica.report(asked)).steps for asked in (0, 2, 100)}
+
+    assert [step.step for step in steps[100]] == [1, 2, 3, 4, 5]
+    assert steps[2] == steps[100][-2:]
+    assert steps[0] == ()
 
 
 async def test_what_the_engine_refuses_is_raised(replica: ModelReplica) -> None:

@@ -16,7 +16,7 @@ from deployments.config import EngineSection, ModelSection, RoulantConfig, load_
 from deployments.home import roulant_home
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, pull
-from engine.config import ExecutorKind
+from engine.config import Dtype, ExecutorKind
 
 LOCAL_CONFIG = Path(__file__).parents[2] / "deployments" / "configs" / "local.yaml"
 SIMULATED_MODEL = "simulated"
@@ -47,6 +47,11 @@ def simulated_model() -> ModelSection:
     return ModelSection(id=SIMULATED_MODEL, model=DEFAULT_MODEL, num_cpus=0, engine=engine)
 
 
+def in_float32(model: ModelSection) -> ModelSection:
+    """`model` in the precision in which its greedy answers do not depend on who shares the batch."""
+    return model.model_copy(update={"engine": model.engine.model_copy(update={"dtype": Dtype.FLOAT32})})
+
+
 def on_any_port(config: RoulantConfig, *models: ModelSection) -> RoulantConfig:
     """`config` with other models, on a free port."""
     return config.model_copy(update={"models": models, "http": config.http.model_copy(update={"port": 0})})
@@ -64,7 +69,7 @@ def running(default_model: str) -> Iterator[Running]:
     """The service. Its keys are this run's own, so that nobody's are shown or spent."""
     keys = {name: f"rk-test-{secrets.token_hex(8)}" for name in ("API", "ADMIN", "TRIAL")}
     config = load_config(LOCAL_CONFIG)
-    service = LocalService(on_any_port(config, *config.models, simulated_model()))
+    service = LocalService(on_any_port(config, *map(in_float32, config.models), simulated_model()))
     with pytest.MonkeyPatch.context() as patch:
         for name, key in keys.items():
             patch.setenv(f"ROULANT_{name}_KEY", key)

@@ -105,7 +105,13 @@ def make_engine(
     clock: Callable[[], float] | None = None,
 ) -> Engine:
     """An engine without a model; one request may use the whole pool."""
-    facts = ModelFacts(vocab_size=VOCAB, max_model_len=num_blocks * block_size, eos_token_ids=frozenset({EOS}))
+    facts = ModelFacts(
+        vocab_size=VOCAB,
+        max_model_len=num_blocks * block_size,
+        eos_token_ids=frozenset({EOS}),
+        weight_bytes=0,
+        kv_bytes_per_token=1,
+    )
     scheduler = Scheduler(
         BlockPool(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )

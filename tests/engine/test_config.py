@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.api import GIB, describe_memory
 from engine.config import ConfigError, Dtype, EngineConfig
 from engine.hardware import free_memory, resolve_dtype
 from engine.memory import plan_memory
 from engine.models.shape import shape_of
+from tests.engine.makers import make_engine
 from tests.engine.tiny_models import tiny_config
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,13 @@ def test_the_cache_is_what_the_fraction_holds_in_whole_blocks() -> None:
         max_model_len=1000,
         free_bytes=1_000_000_000,
     )
-    assert (plan.num_blocks, plan.num_tokens) == (15_625, 250_000)
-    assert plan.line() == (
+    assert plan.num_blocks == 15_625
+
+
+def test_the_start_up_line_tells_sizes_and_what_fits() -> None:
+    stats = make_engine(num_blocks=15_625, block_size=16).stats()
+    told = replace(stats, weight_bytes=GIB, kv_bytes_per_token=1000, max_model_len=1000)
+    assert describe_memory(told) == (
         "weights 1.00 GiB; KV cache 1,000 bytes per token, 15,625 blocks of 16 tokens = 250,000 tokens, 0.23 GiB; "
         "holds 248 requests of the full 1,000 tokens at once"
     )

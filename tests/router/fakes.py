@@ -166,6 +166,14 @@ def says(codec: TextCodec, text: str) -> Script:
     return script
 
 
+class FakeViews:
+    async def queue(self) -> object:
+        return {"models": [LIMITS]}
+
+    async def replicas(self, num_steps: int) -> object:
+        return {"steps asked for": num_steps}
+
+
 class House:
     """A whole router over fakes."""
 
@@ -185,15 +193,12 @@ class House:
         )
 
     def wiring(self, *, body_limit_bytes: int = 4 * 1024 * 1024) -> Wiring:
-        async def queue_view() -> object:
-            return {"models": [LIMITS]}
-
         return Wiring(
             service=self.service,
             keys=self.keys,
             catalog=self.catalog,
             admission=self.admission,
             replicas=self.replicas,
-            queue_view=queue_view,
+            operator_views=FakeViews(),
             body_limit_bytes=body_limit_bytes,
         )

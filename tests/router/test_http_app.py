@@ -214,6 +214,7 @@ async def test_a_timeout_is_a_504_that_is_not_to_be_repeated(client: httpx.Async
         "/tokenize",
         "/detokenize",
         "/admin/v1/queue",
+        "/admin/v1/replicas",
         "/docs",
         "/openapi.json",
         "/metrics",
@@ -245,6 +246,16 @@ async def test_a_revoked_key_is_refused_at_once(client: httpx.AsyncClient, house
     assert (await client.get("/v1/models")).status_code == 200
     house.keys.replace({})
     error_of(await client.get("/v1/models"), 401)
+
+
+async def test_operators_see_the_replicas_and_as_many_steps_as_they_ask_for(client: httpx.AsyncClient) -> None:
+    for query, steps in (("", 0), ("?steps=20", 20)):
+        response = await client.get(f"/admin/v1/replicas{query}", headers=key(ADMIN_KEY))
+        assert (response.status_code, response.json()) == (200, {"steps asked for": steps})
+    for wrong in ("-1", "x", "", "1.5", "9" * 5000):
+        response = await client.get("/admin/v1/replicas", params={"steps": wrong}, headers=key(ADMIN_KEY))
+        assert error_of(response, 400)["param"] == "steps"
+    error_of(await client.get("/admin/v1/replicas", headers=key(KEY)), 403)
 
 
 async def test_operators_see_the_queue_and_tenants_do_not(client: httpx.AsyncClient) -> None:
