@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,15 +92,21 @@ class _Stream:
 class AsyncEngine:
     """`engine.api.Engine` over a thread of its own. Make it and use it on one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """Returns when `build` has; raises what it raises.
+
+        The engine is built on its own thread: OpenMP keeps a team of workers for every thread that has ever computed,
+        and gives up spinning between operations once all teams together are larger than the machine.
+        """
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: EngineDeadError | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(build, built), name="engine", daemon=True)
         self._thread.start()
+        self._engine = built.result()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """See `engine.api.Engine.generate`."""
@@ -176,44 +183,51 @@ class AsyncEngine:
 
     # ---- thread side
 
-    def _run(self) -> None:
+    def _run(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
+        try:
+            engine = build()
+        except BaseException as exception:
+            built.set_exception(exception)
+            return
+        built.set_result(engine)
         error = EngineDeadError("the engine has stopped")
         try:
-            while self._obey():
-                self._post(self._deliver, self._engine.step())
-            self._post(self._deliver, self._engine.cancel_all())
+            while self._obey(engine):
+                self._post(self._deliver, engine.step())
+            self._post(self._deliver, engine.cancel_all())
         except Exception as exception:
             logger.exception("the engine died; its open requests end with an error")
             error = EngineDeadError(f"the engine died: {type(exception).__name__}: {exception}")
         finally:
-            self._engine.close()
+            engine.close()
             self._post(self._fail_all, error)
 
-    def _obey(self) -> bool:
+    def _obey(self, engine: Engine) -> bool:
         """Carry out the commands that have come in; wait for one if there is nothing else to do. False: stop."""
         while True:
-            if not self._engine.has_work:
-                self._check_idle()
+            if not engine.has_work:
+                _check_idle(engine)
             elif self._commands.empty():
                 return True
             match self._commands.get():
                 case _Add(request):
-                    self._engine.add(request)
+                    engine.add(request)
                 case _Cancel(request_id):
-                    output = self._engine.cancel(request_id)
+                    output = engine.cancel(request_id)
                     if output is not None:
                         self._post(self._deliver, [output])
                 case _Stop():
                     return False
 
-    def _check_idle(self) -> None:
-        """A leaked block costs capacity, not correctness: say it loudly, and go on serving."""
-        try:
-            self._engine.check_integrity()
-        except AssertionError:
-            logger.exception("the engine is idle and its books do not balance")
-
     def _post(self, callback: Callable[[Argument], None], argument: Argument) -> None:
         if self._loop is None or self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(callback, argument)
+
+
+def _check_idle(engine: Engine) -> None:
+    """A leaked block costs capacity, not correctness: say it loudly, and go on serving."""
+    try:
+        engine.check_integrity()
+    except AssertionError:
+        logger.exception("the engine is idle and its books do not balance")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
     """See `engine.api.start_engine`."""
-    return AsyncEngine(build_engine(config))
+    return AsyncEngine(partial(build_engine, config))
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -19,13 +19,13 @@ WORDS = ("apple", "bread", "chair", "dance", "eagle", "flame", "grape", "house",
 
 
 def prompt(number: int) -> str:
-    """Of 5 to 100 words or so, and nobody else's."""
-    words = [WORDS[(number * 7 + at * (number + 3)) % len(WORDS)] for at in range(4 + number * 3)]
+    """Of 4 to 66 words, and nobody else's."""
+    words = [WORDS[(number * 7 + at * (number + 3)) % len(WORDS)] for at in range(4 + number * 2)]
     return f"Story {number}: {' '.join(words)}"
 
 
 def max_tokens(number: int) -> int:
-    return 4 + number % 16
+    return 3 + number % 10
 
 
 async def completion(client: AsyncOpenAI, number: int) -> str:

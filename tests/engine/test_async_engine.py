@@ -9,6 +9,8 @@ import pytest
 
 from engine.api import EngineDeadError, FinishReason, GenerateRequest, RequestRefusedError, TokenDelta
 from engine.async_engine import AsyncEngine
+from engine.config import ConfigError
+from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
 from tests.engine.makers import PagedMemoryExecutor, expected_output, make_engine, request, sampling
 
@@ -49,7 +51,7 @@ async def settled(engine: AsyncEngine) -> None:
 
 
 async def test_concurrent_requests_get_their_own_answers() -> None:
-    engine = AsyncEngine(make_engine(num_blocks=200))
+    engine = AsyncEngine(lambda: make_engine(num_blocks=200))
     requests = [request(f"r{number}", num_prompt=1 + number, max_tokens=5 + number % 7) for number in range(32)]
     answers = await asyncio.gather(*(collect(engine.generate(each)) for each in requests))
     for each, (tokens, reason) in zip(requests, answers, strict=True):
@@ -60,7 +62,7 @@ async def test_concurrent_requests_get_their_own_answers() -> None:
 
 async def test_a_slow_consumer_finds_all_tokens_in_one_delta() -> None:
     executor = GatedExecutor(4)
-    engine = AsyncEngine(make_engine(executor=executor))
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     stream = engine.generate(request(max_tokens=6, sampling=sampling(6, ignore_eos=True)))
     executor.allow()
     first = await anext(stream)
@@ -75,7 +77,7 @@ async def test_a_slow_consumer_finds_all_tokens_in_one_delta() -> None:
 
 async def test_closing_a_stream_frees_its_blocks_within_one_step() -> None:
     executor = GatedExecutor(4)
-    engine = AsyncEngine(make_engine(executor=executor))
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     stream = engine.generate(request(sampling=ENDLESS))
     executor.allow()
     await anext(stream)
@@ -90,7 +92,7 @@ async def test_closing_a_stream_frees_its_blocks_within_one_step() -> None:
 
 async def test_cancel_answers_with_the_exact_count_and_ends_the_stream() -> None:
     executor = GatedExecutor(4)
-    engine = AsyncEngine(make_engine(executor=executor))
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     reader = asyncio.create_task(collect(engine.generate(request(sampling=ENDLESS))))
     executor.allow(5)
     while engine.stats().num_generated_tokens < 5:
@@ -106,8 +108,16 @@ async def test_cancel_answers_with_the_exact_count_and_ends_the_stream() -> None
     await engine.drain(0.0)
 
 
+def test_what_goes_wrong_at_the_start_is_raised_there() -> None:
+    def build() -> Engine:
+        raise ConfigError("the model does not fit")
+
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        AsyncEngine(build)
+
+
 async def test_refusals_come_before_the_first_delta() -> None:
-    engine = AsyncEngine(make_engine())
+    engine = AsyncEngine(make_engine)
     with pytest.raises(RequestRefusedError, match="the prompt is empty"):
         await collect(engine.generate(request(num_prompt=0)))
     first = engine.generate(request(sampling=ENDLESS))
@@ -121,7 +131,7 @@ async def test_refusals_come_before_the_first_delta() -> None:
 
 async def test_when_a_step_fails_every_open_request_ends_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     executor = GatedExecutor(4, fail=True)
-    engine = AsyncEngine(make_engine(executor=executor, max_num_seqs=1))
+    engine = AsyncEngine(lambda: make_engine(executor=executor, max_num_seqs=1))
     streams = [asyncio.create_task(collect(engine.generate(request(name)))) for name in ("running", "waiting")]
     await asyncio.sleep(0)
     engine.check_health()
@@ -139,7 +149,7 @@ async def test_when_a_step_fails_every_open_request_ends_with_the_reason(caplog:
 
 async def test_drain_lets_open_requests_finish_and_takes_no_new_ones() -> None:
     executor = GatedExecutor(4)
-    engine = AsyncEngine(make_engine(executor=executor))
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     reader = asyncio.create_task(collect(engine.generate(request(sampling=sampling(5, ignore_eos=True)))))
     await asyncio.sleep(0)
     draining = asyncio.create_task(engine.drain(60.0))
@@ -156,7 +166,7 @@ async def test_drain_lets_open_requests_finish_and_takes_no_new_ones() -> None:
 
 async def test_drain_cancels_what_is_left_when_its_time_is_over() -> None:
     executor = GatedExecutor(4)
-    engine = AsyncEngine(make_engine(executor=executor))
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     reader = asyncio.create_task(collect(engine.generate(request(sampling=ENDLESS))))
     executor.allow(3)
     while engine.stats().num_generated_tokens < 3:
@@ -174,7 +184,7 @@ def open_generate_request(number: int) -> GenerateRequest:
 
 
 async def test_a_storm_of_disconnects_leaves_nothing_behind() -> None:
-    engine = AsyncEngine(make_engine(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=32))
+    engine = AsyncEngine(lambda: make_engine(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=32))
 
     async def client(number: int) -> None:
         stream = engine.generate(open_generate_request(number))
