@@ -117,15 +117,17 @@ def test_what_goes_wrong_at_the_start_is_raised_there() -> None:
 
 
 async def test_refusals_come_before_the_first_delta() -> None:
-    engine = AsyncEngine(make_engine)
+    executor = GatedExecutor(4)
+    engine = AsyncEngine(lambda: make_engine(executor=executor))
     with pytest.raises(RequestRefusedError, match="the prompt is empty"):
         await collect(engine.generate(request(num_prompt=0)))
     first = engine.generate(request(sampling=ENDLESS))
+    executor.allow()
     await anext(first)
     with pytest.raises(RequestRefusedError, match="'r' is in use"):
         await collect(engine.generate(request()))
     await first.aclose()
-    await settled(engine)
+    executor.allow()
     await engine.drain(0.0)
 
 

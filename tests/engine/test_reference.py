@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.text import TextCodec
 from tests.engine.makers import run_to_end
 
-MAX_TOKENS = 10
+MAX_TOKENS = 8
 CHATS = (
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -153,11 +153,11 @@ def test_bfloat16_differs_only_at_near_ties(
 
     And where the reference in float32, after the same tokens, says what we say: there it is its bfloat16 that is off.
     """
-    prompts = prompts[:-2]  # the longest two take a CPU without bfloat16 half of the time
+    prompts = prompts[:-3]  # the longest three take a CPU without bfloat16 most of the time
     expected = reference(smollm2, prompts, torch.bfloat16)
     engine = start(smollm2, Dtype.BFLOAT16)
     for output in (run_alone(engine, prompts), run_together(engine, prompts)):
-        for ours, theirs, truth in zip(output, expected, float32_answers[:-2], strict=True):
+        for ours, theirs, truth in zip(output, expected, float32_answers[:-3], strict=True):
             pairs = zip(ours, theirs.tokens, strict=False)
             split = next((at for at, (mine, other) in enumerate(pairs) if mine != other), None)
             if split is None:
