@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.admission import AdmissionController
 from cluster.api import AdmissionAsk, AdmissionSnapshot, LimitStatus, Permit, Queued, Refusal, RefusalCode
@@ -34,6 +35,11 @@ SILENT_REPLICA_NS = 10_000_000_000
 """Replicas report every second. One that is silent for longer is dead or hung, and its successor may count already."""
 DRAIN_RETRY_S = 5
 TICK_S = 0.25
+
+
+class _ReplicaName(NamedTuple):
+    model: str
+    replica: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +79,7 @@ class AdmissionDesk:
         self._owners: dict[str, _Owner] = {}
         self._owner_of: dict[str, str] = {}
         """Who asked, for requests that wait in a queue."""
-        self._reported_ns: dict[CapacityReport, int] = {}
+        self._reported_ns: dict[_ReplicaName, int] = {}
         self._draining = False
 
     # For ingresses.
@@ -116,7 +122,7 @@ class AdmissionDesk:
     async def report(self, report: CapacityReport) -> None:
         """What a replica can hold; repeated every second by a live one."""
         now_ns = self._clock_ns()
-        self._reported_ns[report] = now_ns
+        self._reported_ns[_ReplicaName(report.model, report.replica)] = now_ns
         self._controller.report_replica(report.model, report.replica, report.slots, report.kv_tokens, now_ns)
         self._dispatch()
 
@@ -141,11 +147,11 @@ class AdmissionDesk:
             logger.warning("request %s is ended: its ingress has fallen silent", request_id)
             if owner := self._owner_of.pop(request_id, None):
                 self._owners.pop(owner, None)
-        for report, at_ns in list(self._reported_ns.items()):
+        for name, at_ns in list(self._reported_ns.items()):
             if now_ns - at_ns >= SILENT_REPLICA_NS:
-                logger.warning("replica %s of %s has fallen silent", report.replica, report.model)
-                self._controller.forget_replica(report.model, report.replica)
-                del self._reported_ns[report]
+                logger.warning("replica %s of %s has fallen silent", name.replica, name.model)
+                self._controller.forget_replica(name.model, name.replica)
+                del self._reported_ns[name]
         self._dispatch()
 
     async def tick_for_ever(self) -> None:

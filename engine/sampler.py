@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from engine.plan import Chunk
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this is taken as 0: what is left of the others is nothing, and the division might overflow."""
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -43,7 +46,7 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
         if chunk.banned_token_ids:
             logits[row, list(chunk.banned_token_ids)] = float("-inf")
     token_ids: list[int] = logits.argmax(dim=-1).tolist()
-    rows = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    rows = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature >= GREEDY_BELOW]
     if rows:
         sampled = _sample_rows(logits[rows], [chunks[row] for row in rows])
         for row, token_id in zip(rows, sampled, strict=True):
@@ -69,9 +72,10 @@ def _sample_rows(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
     cumulative = probs.cumsum(dim=-1)
     numbers = column([uniform(chunk.sampling.seed, chunk.end) for chunk in chunks])
     target = numbers * cumulative[:, -1:]
-    # The first token whose cumulative mass exceeds the target: one with mass of its own, as target < total.
-    token_ids: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
-    return token_ids
+    # The first token whose cumulative mass exceeds the target: one with mass of its own, as target < total. Logits that
+    # are not numbers have no such token; the last one keeps one broken row from breaking the batch.
+    token_ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return [int(token_id) for token_id in token_ids]
 
 
 def _keep_top(probs: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:

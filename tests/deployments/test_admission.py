@@ -384,3 +384,16 @@ async def test_a_silent_replica_is_not_counted_on(clock: Clock) -> None:
 
     model = (await desk.snapshot()).models[0]
     assert (model.replicas, model.slots) == (1, 3)
+
+
+async def test_a_replica_whose_capacity_has_changed_is_still_counted_on(clock: Clock) -> None:
+    """The old figures' time was over ten seconds later, and took the live replica along."""
+    desk = new_desk(clock)
+    await desk.report(report(slots=2))
+    clock.advance(5)
+    await desk.report(report(slots=3))
+    clock.advance(6)
+
+    desk.tick()
+
+    assert (await desk.snapshot()).models[0].slots == 3

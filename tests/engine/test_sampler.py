@@ -105,3 +105,16 @@ def test_seeds_and_positions_give_different_streams() -> None:
     by_seed = {sample(flat.clone(), [chunk(5, seed=seed)])[0] for seed in range(50)}
     by_position = {sample(flat.clone(), [chunk(position, seed=5)])[0] for position in range(1, 51)}
     assert min(len(by_seed), len(by_position)) > 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 9e-6])
+def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 1.0001, -50.0]])
+    assert {sample(logits.clone(), [chunk(position, temperature=temperature)])[0] for position in range(1, 50)} == {1}
+
+
+def test_logits_that_are_not_numbers_do_not_reach_other_rows() -> None:
+    logits = torch.tensor([[float("nan")] * 4, [0.0, 9.0, 0.0, 0.0]])
+    broken, healthy = sample(logits, [chunk(), chunk(top_k=1)])
+    assert 0 <= broken < 4
+    assert healthy == 1
