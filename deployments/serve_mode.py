@@ -5,8 +5,8 @@ they are put into the environment before that. What they do, found in Ray 2.60 b
 
 - Ray takes the address of a network interface for its own servers even when asked for 127.0.0.1. The switch with which
   it avoids that on macOS and Windows works on Linux too; with it GCS, raylet, agents and workers listen on loopback.
-- HAProxy mode measured best, but its template binds a statistics page and a metrics page on all interfaces, on fixed
-  ports. No setting changes that; the path of the binary is one, so a wrapper rewrites these two lines to unix sockets.
+- HAProxy mode measured best, but not with the configuration that Serve writes for it: see `haproxy_front.py`.
+- Some request headers mean something to Serve itself, whoever sends them: see `front_headers.py`.
 - Every replica opens a gRPC port on all interfaces, in all modes, and no setting changes it: see `loopback.py`.
 - An ingress replica stays 30 s after it was told to stop, for load balancers that still know it. Locally there is none.
 - HAProxy's files and some ports are fixed by default, so that two services on one host would disturb each other.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import shlex
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -24,6 +23,8 @@ from contextlib import ExitStack
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+
+from deployments.haproxy_front import write_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,6 @@ class FrontKind(StrEnum):
 
     HAPROXY = "haproxy"
     SERVE_PROXY = "serve_proxy"
-
-
-_WRAPPER = """#!/bin/sh
-# Starts HAProxy with the listeners that have no host moved from all interfaces to unix sockets in this folder.
-previous=
-for argument; do
-  if [ "$previous" = -f ]; then
-    sed -i 's#^\\( *\\)bind \\**:\\([0-9]*\\)#\\1bind unix@{folder}/\\2.sock mode 600#' "$argument"
-  fi
-  previous=$argument
-done
-exec {binary} "$@"
-"""
 
 
 def choose_front() -> FrontKind:
@@ -76,7 +64,7 @@ def haproxy_binary() -> str | None:
 def local_settings(front: FrontKind, folder: Path, token: str) -> Mapping[str, str]:
     """The environment for a Ray cluster of our own on this host. `folder`, short and private, must exist.
 
-    For HAProxy a wrapper script is written into `folder`. Raises RuntimeError if HAProxy is asked for and does not run.
+    For HAProxy a wrapper is written into `folder`. Raises RuntimeError if HAProxy is asked for and does not run.
     """
     metrics_port, dashboard_port, fallback_port = free_ports(3)
     settings = {
@@ -90,6 +78,7 @@ def local_settings(front: FrontKind, folder: Path, token: str) -> Mapping[str, s
         "SERVE_SOCKET_REUSE_PORT_ENABLED": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.front_headers.middlewares",
     }
     if front is FrontKind.SERVE_PROXY:
         return settings | {
@@ -99,9 +88,7 @@ def local_settings(front: FrontKind, folder: Path, token: str) -> Mapping[str, s
     binary = haproxy_binary()
     if binary is None:
         raise RuntimeError("HAProxy does not run on this host")
-    wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(folder=folder, binary=shlex.quote(binary)))
-    wrapper.chmod(0o700)
+    wrapper = write_wrapper(folder, binary)
     return settings | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
