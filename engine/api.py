@@ -63,9 +63,9 @@ class EngineDeadError(EngineError):
 class SamplingParams:
     """How to choose tokens.
 
-    ``temperature`` 0 (below 1e-5) is greedy. ``top_k`` None keeps all. Filters apply in the order temperature, top-k, top-p, min-p,
-    each over the renormalised mass that the one before it left. The token at position p of a sequence depends on
-    ``(seed, p)`` and the logits alone, so that neither batch composition nor a restart changes a sampled stream.
+    ``temperature`` 0 (below 1e-5) is greedy. ``top_k`` None keeps all. Filters apply in the order temperature, top-k,
+    top-p, min-p, each over the renormalised mass that the one before it left. The token at position p of a sequence
+    depends on ``(seed, p)`` and the logits alone, so that neither batch composition nor a restart changes a stream.
     """
 
     max_tokens: int

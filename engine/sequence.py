@@ -78,11 +78,13 @@ class Sequence:
         self.status = status
 
     def append(self, token_id: int) -> None:
-        """Take the next output token, and note the reason if it is the last one."""
+        """Take the next output token, and note the reason if it is the last one.
+
+        Before `min_tokens` the tokens that end a sequence are not among those that the sampler may choose.
+        """
         sampling = self.request.sampling
         self.token_ids.append(token_id)
-        enough = self.num_output >= sampling.min_tokens
-        if enough and (token_id in self.eos_token_ids or token_id in sampling.stop_token_ids):
+        if token_id in self.eos_token_ids or token_id in sampling.stop_token_ids:
             self.finish_reason = FinishReason.STOP
         elif self.num_output >= sampling.max_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -76,6 +76,17 @@ def test_a_cache_below_one_full_request_is_refused_with_the_numbers_and_what_to_
     )
 
 
+@pytest.mark.parametrize(("num_blocks", "fits"), [(12, False), (13, True)])
+def test_the_least_cache_is_one_request_of_full_length(num_blocks: int, fits: bool) -> None:
+    config = EngineConfig(model="m", num_kv_blocks=num_blocks)
+    try:
+        plan_memory(config, weight_bytes=0, kv_bytes_per_token=1, max_model_len=200, free_bytes=GIB)
+    except ConfigError:
+        assert not fits
+    else:
+        assert fits
+
+
 def test_a_cache_larger_than_the_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="lower num_kv_blocks to 4 or less"):
         plan_memory(

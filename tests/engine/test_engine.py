@@ -54,6 +54,23 @@ def test_min_tokens_holds_the_end_back() -> None:
     assert not {plain[1], plain[2], EOS} & set(output[:6])
 
 
+def test_a_sequence_may_end_with_the_first_token_after_min_tokens() -> None:
+    plain = expected_output(request().prompt_token_ids, sampling(8))
+    engine = make_engine()
+    engine.add(request(sampling=sampling(8, stop_token_ids=(plain[3],), min_tokens=3)))
+    assert run_to_end(engine)["r"] == plain[:4]
+
+
+def test_a_cancelled_request_is_among_those_that_left_before_the_next_step() -> None:
+    engine = make_engine()
+    for name in ("stays", "goes"):
+        engine.add(request(name, sampling=sampling(3, ignore_eos=True)))
+    engine.step()
+    engine.cancel("goes")
+    engine.step()
+    assert [step.left for step in engine.recent_steps()] == [(), ("goes",)]
+
+
 def test_every_step_is_accounted_for() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(

@@ -107,6 +107,11 @@ def test_seeds_and_positions_give_different_streams() -> None:
     assert min(len(by_seed), len(by_position)) > 40
 
 
+def test_a_token_without_mass_is_not_taken_at_the_edge_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: 0.0)
+    assert sample(torch.tensor([[float("-inf"), 0.0, 0.0]]), [chunk()]) == [1]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 9e-6])
 def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 1.0001, -50.0]])

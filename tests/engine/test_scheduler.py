@@ -91,7 +91,7 @@ def test_nobody_joins_in_a_step_that_preempts() -> None:
     add(scheduler, "old", 1, num_prompt=8)
     add(scheduler, "young", 2, num_prompt=8)
     step(scheduler, executor)
-    add(scheduler, "third", 3, num_prompt=1)
+    add(scheduler, "third", 3, num_prompt=1, lane=0)  # there is room for it, and it is first in the queue
     plan = scheduler.schedule()
     assert (plan.preempted, plan.joined) == (("young",), ())
 

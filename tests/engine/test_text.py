@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from engine.text import ChatTemplateError, StopWatcher, TextCodec, TextStream
 
@@ -106,6 +110,14 @@ def test_a_template_that_refuses_says_so(codec: TextCodec, monkeypatch: pytest.M
     monkeypatch.setattr(codec._tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         codec.encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_spaces_survive_where_a_text_of_its_own_begins_without_one() -> None:
+    """SentencePiece tokenizers write the space in front of a word, and drop the one in front of the text."""
+    backend = Tokenizer(WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, unk_token="▁one"))
+    backend.decoder = Metaspace()
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    assert pieces(codec.stream(), [0, 1, 2], 1) == ["one", " two", " three", ""]
 
 
 def test_a_folder_without_a_tokenizer_is_an_os_error(tmp_path: Path) -> None:
