@@ -45,6 +45,7 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +56,75 @@ class _Stop:
 _Command = _Add | _Cancel | _Stop
 
 
-class _Stream:
-    """What one consumer has not seen yet. Loop side only."""
+class _Unseen:
+    """What the consumer of one choice has not seen yet."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0
+        self.deltas: list[TokenDelta] = []
         self.ended = asyncio.Event()
-        self._unseen: list[int] = []
-        self._finish_reason: FinishReason | None = None
-        self._error: EngineDeadError | None = None
-        self._news = asyncio.Event()
+        self.num_tokens = 0
 
     def put(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
-        self._unseen.extend(delta.token_ids)
         if delta.finish_reason is not None:
-            self._finish_reason = delta.finish_reason
             self.ended.set()
-        self._news.set()
+
+    def take(self) -> TokenDelta:
+        """All that has come since the last look, as one delta."""
+        deltas, self.deltas = self.deltas, []
+        if len(deltas) == 1:
+            return deltas[0]
+        return TokenDelta(
+            index=deltas[0].index,
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            finish_reason=deltas[-1].finish_reason,
+            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+            prompt_logprobs=deltas[0].prompt_logprobs,
+            num_cached_tokens=deltas[0].num_cached_tokens,
+        )
+
+
+class _Stream:
+    """What one consumer has not seen yet, of all choices of its request. Loop side only."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.choices = {choice.index: _Unseen() for choice in request.choices}
+        self.ended = asyncio.Event()
+        self._error: EngineDeadError | None = None
+        self._news: dict[int, None] = {}  # indices with something unseen, oldest first
+        self._has_news = asyncio.Event()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices.values())
+
+    def put(self, delta: TokenDelta) -> None:
+        self.choices[delta.index].put(delta)
+        self._news[delta.index] = None
+        self._has_news.set()
+        if all(choice.ended.is_set() for choice in self.choices.values()):
+            self.ended.set()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
         self.ended.set()
-        self._news.set()
+        for choice in self.choices.values():
+            choice.ended.set()
+        self._has_news.set()
 
-    async def next(self) -> TokenDelta:
-        await self._news.wait()
-        self._news.clear()
+    async def next(self) -> TokenDelta | None:
+        """What is new for one of the choices, None: all have ended and have been seen."""
+        if not self._news and self.ended.is_set() and self._error is None:
+            return None
+        await self._has_news.wait()
         if self._error is not None:
             raise self._error
-        delta = TokenDelta(token_ids=tuple(self._unseen), finish_reason=self._finish_reason)
-        self._unseen.clear()
-        return delta
+        index = next(iter(self._news))
+        del self._news[index]
+        if not self._news:
+            self._has_news.clear()
+        return self.choices[index].take()
 
 
 class AsyncEngine:
@@ -112,22 +150,22 @@ class AsyncEngine:
         """See `engine.api.Engine.generate`."""
         stream = self._open(request)
         try:
-            while True:
-                delta = await stream.next()
+            while (delta := await stream.next()) is not None:
                 yield delta
-                if delta.finish_reason is not None:
-                    return
         finally:
             if not stream.ended.is_set():
                 self._commands.put(_Cancel(request.request_id))
 
-    async def cancel(self, request_id: str) -> int | None:
+    async def cancel(self, request_id: str, index: int | None = None) -> int | None:
         """See `engine.api.Engine.cancel`."""
         stream = self._streams.get(request_id)
         if stream is None:
             return self._ended.get(request_id)
-        self._commands.put(_Cancel(request_id))
-        await stream.ended.wait()
+        self._commands.put(_Cancel(request_id, index))
+        if index is None:
+            await stream.ended.wait()
+        elif index in stream.choices:
+            await stream.choices[index].ended.wait()
         return stream.num_tokens
 
     def stats(self) -> EngineStats:
@@ -161,7 +199,7 @@ class AsyncEngine:
         if request.request_id in self._streams:
             raise RequestRefusedError(f"request id {request.request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[request.request_id] = _Stream()
+        stream = self._streams[request.request_id] = _Stream(request)
         self._commands.put(_Add(request))
         return stream
 
@@ -169,7 +207,7 @@ class AsyncEngine:
         for output in outputs:
             stream = self._streams[output.request_id]
             stream.put(output.delta)
-            if output.delta.finish_reason is not None:
+            if stream.ended.is_set():
                 del self._streams[output.request_id]
                 self._ended[output.request_id] = stream.num_tokens
         while len(self._ended) > ENDED_KEPT:
@@ -194,7 +232,7 @@ class AsyncEngine:
         try:
             while self._obey(engine):
                 self._post(self._deliver, engine.step())
-            self._post(self._deliver, engine.cancel_all())
+            self._post(self._deliver, engine.hand_back())
         except Exception as exception:
             logger.exception("the engine died; its open requests end with an error")
             error = EngineDeadError(f"the engine died: {type(exception).__name__}: {exception}")
@@ -212,10 +250,8 @@ class AsyncEngine:
             match self._commands.get():
                 case _Add(request):
                     engine.add(request)
-                case _Cancel(request_id):
-                    output = engine.cancel(request_id)
-                    if output is not None:
-                        self._post(self._deliver, [output])
+                case _Cancel(request_id, index):
+                    self._post(self._deliver, engine.cancel(request_id, index))
                 case _Stop():
                     return False
 

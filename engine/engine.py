@@ -10,7 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api import EngineStats, FinishReason, GenerateRequest, RequestRefusedError, StepSummary, TokenDelta
+from engine.api import (
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    PlaceAccount,
+    RequestRefusedError,
+    StepSummary,
+    TokenAccount,
+    TokenDelta,
+)
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Output, Scheduler
 from engine.sequence import Sequence
@@ -55,6 +64,7 @@ class Engine:
         self._steps: deque[StepSummary] = deque(maxlen=STEPS_KEPT)
         self._num_steps = 0
         self._num_requests = 0
+        self._num_sequences = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_padding_tokens = 0
@@ -85,11 +95,16 @@ class Engine:
                 f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {total}, "
                 f"over the model's {self._facts.max_model_len}; shorten the prompt or lower max_tokens"
             )
-        if len(request.resumed_token_ids) >= sampling.max_tokens:
+        resumed = max(request.choices, key=lambda choice: len(choice.resumed_token_ids)).resumed_token_ids
+        if resumed and len(resumed) >= sampling.max_tokens:
             raise RequestRefusedError(
-                f"{len(request.resumed_token_ids)} resumed tokens leave nothing of max_tokens {sampling.max_tokens}"
+                f"{len(resumed)} resumed tokens leave nothing of max_tokens {sampling.max_tokens}"
             )
-        known = (*prompt, *request.resumed_token_ids, *sampling.stop_token_ids)
+        known = (
+            *prompt,
+            *(token for choice in request.choices for token in choice.resumed_token_ids),
+            *sampling.stop_token_ids,
+        )
         if min(known) < 0 or max(known) >= self._facts.vocab_size:
             raise RequestRefusedError(f"token ids must lie in 0..{self._facts.vocab_size - 1}")
 
@@ -97,22 +112,30 @@ class Engine:
         """Let a checked request wait for its slot."""
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
-        sequence = Sequence(request, arrival=self._num_requests, eos_token_ids=self._facts.eos_token_ids)
-        self._scheduler.add(sequence)
+        for choice in request.choices:
+            self._num_sequences += 1
+            sequence = Sequence(
+                request, arrival=self._num_sequences, eos_token_ids=self._facts.eos_token_ids, choice=choice
+            )
+            self._scheduler.add(sequence)
 
-    def cancel(self, request_id: str) -> Output | None:
-        """End an open request now; None if there is none of that id (it may just have ended by itself)."""
-        sequence = self._scheduler.find(request_id)
-        if sequence is None:
-            return None
-        self._scheduler.finish(sequence, FinishReason.CANCELLED)
-        self._left.append(request_id)
-        return Output(request_id=request_id, delta=TokenDelta(token_ids=(), finish_reason=FinishReason.CANCELLED))
+    def cancel(self, request_id: str, index: int | None = None) -> list[Output]:
+        """End the open sequences of a request, or that of one choice, now. They may just have ended by themselves."""
+        return [
+            self._end(sequence, FinishReason.CANCELLED)
+            for sequence in self._scheduler.open_sequences()
+            if sequence.request_id == request_id and index in (None, sequence.index)
+        ]
 
-    def cancel_all(self) -> list[Output]:
-        """End every open request."""
-        outputs = [self.cancel(request_id) for request_id in self._scheduler.open_request_ids()]
-        return [output for output in outputs if output is not None]
+    def hand_back(self) -> list[Output]:
+        """End every open request, for another engine to go on with."""
+        return [self._end(sequence, FinishReason.HANDED_BACK) for sequence in self._scheduler.open_sequences()]
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
+        self._scheduler.finish(sequence, reason)
+        self._left.append(sequence.sequence_id)
+        delta = TokenDelta(index=sequence.index, finish_reason=reason)
+        return Output(request_id=sequence.request_id, delta=delta)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots and sequences do not add up."""
@@ -133,13 +156,17 @@ class Engine:
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used,
+            num_cached_blocks=0,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_steps=self._num_steps,
             num_requests=self._num_requests,
             num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=0,
             num_generated_tokens=self._num_generated_tokens,
+            num_recomputed_tokens=0,
             num_padding_tokens=self._num_padding_tokens,
+            num_idle_slot_steps=0,
             num_preemptions=self._scheduler.num_preemptions,
         )
 
@@ -164,10 +191,17 @@ class Engine:
                 preempted=plan.preempted,
                 num_running=self._scheduler.num_running,
                 num_waiting=self._scheduler.num_waiting,
-                num_prefill_tokens=plan.num_tokens - num_decode,
-                num_decode_tokens=num_decode,
-                num_padding_tokens=result.num_padding_tokens,
-                num_free_blocks=self._scheduler.pool.num_free,
+                num_idle_slots=0,
+                tokens=TokenAccount(
+                    budget=plan.num_tokens,
+                    decode=num_decode,
+                    new_prefill=plan.num_tokens - num_decode,
+                    recomputed=0,
+                    speculative_rejected=0,
+                    graph_padding=0,
+                    unused=0,
+                ),
+                places=PlaceAccount(total=0, live=0, reserved=0, tail_waste=0, cached_idle=0, free=0),
                 schedule_s=scheduled - started,
                 execute_s=executed - scheduled,
                 commit_s=committed - executed,

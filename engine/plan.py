@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.api import SamplingParams
+from engine.api import PositionLogprobs, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +13,24 @@ class Chunk:
 
     `block_ids` hold the keys and values of positions 0 to `start + len(token_ids) - 1`, in order. If `samples`, the
     chunk ends at the last known token, and the executor returns the token at position `start + len(token_ids)`;
-    `banned_token_ids` may not be that token.
+    `banned_token_ids` may not be that token, and `seed` is that of the sequence's own choice.
+
+    `prompt_token_ids` and `output_token_ids` are what the sequence holds so far, for the penalties; both are empty if
+    `sampling` has none. `scored_token_ids`: if the request wants the log-probabilities of its prompt, the prompt's
+    tokens at `start + 1`, `start + 2`, ...: one for each row of the chunk that another prompt token follows.
     """
 
-    request_id: str
+    sequence_id: str
     token_ids: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
     samples: bool
     sampling: SamplingParams
+    seed: int
     banned_token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+    scored_token_ids: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -31,10 +39,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy a whole block, keys and values of all layers, because a sequence is about to write into a shared one."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """A ragged batch: chunks of any length side by side. `joined` and `preempted` are the changes of membership."""
+    """A ragged batch: chunks of any length side by side. All `copies` are made before anything is computed.
+
+    `joined` and `preempted` are the changes of membership.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
     joined: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
 
@@ -45,7 +65,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`token_ids`: one for each chunk that samples, in the order of the chunks."""
+    """`token_ids`: one for each chunk that samples, in the order of the chunks.
+
+    `logprobs`: empty if no chunk wants any, else one entry for each of `token_ids`, None where none are wanted.
+    `scored`: the scores of `scored_token_ids`, for each chunk that has some, in order.
+    """
 
     token_ids: list[int]
+    logprobs: tuple[PositionLogprobs | None, ...] = ()
+    scored: tuple[tuple[PositionLogprobs, ...], ...] = ()
     num_padding_tokens: int = 0

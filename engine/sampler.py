@@ -3,15 +3,15 @@
 Randomness is one uniform number per token, a hash of (seed, position), and the token is found by inverting the
 cumulative distribution in vocabulary order. So a stream depends on its seed and its logits alone: not on its
 neighbours, nor on what was sampled before, nor on the process that runs it.
-
-The hash is SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014),
-applied twice so that both numbers are well mixed.
+See `engine.randomness`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from engine.randomness import uniform
 
 if TYPE_CHECKING:
     import torch
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is taken as 0: what is left of the others is nothing, and the division might overflow."""
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to (seed, position); 53 bits."""
-    return (_mix(_mix(seed & _MASK) ^ position) >> 11) * 2.0**-53
 
 
 def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
@@ -70,7 +55,7 @@ def _sample_rows(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
         floor = column([chunk.sampling.min_p for chunk in chunks]) * probs.amax(dim=-1, keepdim=True)
         probs = probs.where(probs >= floor, 0.0)
     cumulative = probs.cumsum(dim=-1)
-    numbers = column([uniform(chunk.sampling.seed, chunk.end) for chunk in chunks])
+    numbers = column([uniform(chunk.seed, chunk.end) for chunk in chunks])
     target = numbers * cumulative[:, -1:]
     # The first token whose cumulative mass exceeds the target: one with mass of its own, as target < total. Logits that
     # are not numbers have no such token; the last one keeps one broken row from breaking the batch.

@@ -63,18 +63,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def find(self, request_id: str) -> Sequence | None:
-        """The open sequence of this request."""
-        return self._sequences.get(request_id)
+    def find(self, sequence_id: str) -> Sequence | None:
+        """The open sequence of this name."""
+        return self._sequences.get(sequence_id)
 
-    def open_request_ids(self) -> list[str]:
-        """All requests that have not ended."""
-        return list(self._sequences)
+    def open_sequences(self) -> list[Sequence]:
+        """All sequences that have not ended."""
+        return list(self._sequences.values())
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait. Whether it can ever fit has been checked at intake."""
-        assert sequence.request_id not in self._sequences, f"{sequence.request_id} is already here"
-        self._sequences[sequence.request_id] = sequence
+        assert sequence.sequence_id not in self._sequences, f"{sequence.sequence_id} is already here"
+        self._sequences[sequence.sequence_id] = sequence
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -84,7 +84,7 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         self.pool.release(sequence.block_ids)
-        del self._sequences[sequence.request_id]
+        del self._sequences[sequence.sequence_id]
 
     def schedule(self) -> StepPlan:
         """Choose the next batch; allocates the blocks that it writes to."""
@@ -104,7 +104,7 @@ class Scheduler:
             num_tokens = min(newcomer.num_uncomputed, prefill_budget)
             prefill_budget -= num_tokens
             chunks.append(_chunk(newcomer, num_tokens))
-            joined.append(newcomer.request_id)
+            joined.append(newcomer.sequence_id)
         return StepPlan(chunks=tuple(chunks), joined=tuple(joined), preempted=tuple(preempted))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -112,14 +112,14 @@ class Scheduler:
         sampled = iter(result.token_ids)
         outputs = []
         for chunk in plan.chunks:
-            sequence = self._sequences[chunk.request_id]
+            sequence = self._sequences[chunk.sequence_id]
             sequence.num_computed = chunk.end
             if not chunk.samples:
                 continue
             token_id = next(sampled)
             sequence.append(token_id)
-            delta = TokenDelta(token_ids=(token_id,), finish_reason=sequence.finish_reason)
-            outputs.append(Output(request_id=chunk.request_id, delta=delta))
+            delta = TokenDelta(index=sequence.index, token_ids=(token_id,), finish_reason=sequence.finish_reason)
+            outputs.append(Output(request_id=sequence.request_id, delta=delta))
             if sequence.finish_reason is not None:
                 self.finish(sequence, sequence.finish_reason)
         return outputs
@@ -129,8 +129,8 @@ class Scheduler:
         self.pool.check_integrity(sequence.block_ids for sequence in self._sequences.values())
         for sequence in self._sequences.values():
             running = sequence.status is Status.RUNNING
-            assert running == (sequence in self._running), f"{sequence.request_id} is {sequence.status}"
-            assert running or not sequence.block_ids, f"{sequence.request_id} holds blocks but no slot"
+            assert running == (sequence in self._running), f"{sequence.sequence_id} is {sequence.status}"
+            assert running or not sequence.block_ids, f"{sequence.sequence_id} holds blocks but no slot"
         assert len(self._running) <= self._max_num_seqs
         if not self._sequences:
             assert self.pool.num_used == 0, f"{self.pool.num_used} blocks are held by nobody"
@@ -147,7 +147,7 @@ class Scheduler:
         while not self.pool.grow(sequence.block_ids, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
-            preempted.append(victim.request_id)
+            preempted.append(victim.sequence_id)
             if victim is sequence:
                 return False
         return True
@@ -184,11 +184,12 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     sampling = sequence.request.sampling
     too_early = sequence.num_output < sampling.min_tokens
     return Chunk(
-        request_id=sequence.request_id,
+        sequence_id=sequence.sequence_id,
         token_ids=tuple(sequence.token_ids[start:end]),
         start=start,
         block_ids=tuple(sequence.block_ids),
         samples=end == sequence.num_known,
         sampling=sampling,
+        seed=sequence.seed,
         banned_token_ids=(*sequence.eos_token_ids, *sampling.stop_token_ids) if too_early else (),
     )

@@ -1,22 +1,25 @@
 """One `Sequence` lives from intake to finish. Every change of its status goes through one gate.
 
-A sequence is never "in prefill" or "in decode". It has tokens that are *known* (prompt, then output) and a count of
-those whose keys and values are *computed*; a step lets computed catch up with known. When it does, the step's last
-logits are those of the next token.
+A sequence is one choice of a request. It is never "in prefill" or "in decode": it has tokens that are *known* (prompt,
+then output) and a count of those whose keys and values are *computed*; a step lets computed catch up with known. When
+it does, the step's last logits are those of the next token.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from engine.api import FinishReason, GenerateRequest
+from engine.api import Choice, FinishReason, GenerateRequest, PositionLogprobs
+from engine.randomness import choice_seed
+
+PREEMPTIONS_UNTIL_PROTECTED = 2
 
 
 class Status(StrEnum):
     WAITING = "waiting"
     """Known to the scheduler, holds no slot and no block."""
     RUNNING = "running"
-    """Holds a slot, and blocks for what is computed."""
+    """Holds a slot, and blocks for all of its known tokens."""
     FINISHED = "finished"
 
 
@@ -27,37 +30,90 @@ MOVES: dict[Status, frozenset[Status]] = {
 }
 
 
+def sequence_id(request_id: str, index: int) -> str:
+    """The name of one choice in plans, summaries and records."""
+    return request_id if index == 0 else f"{request_id}#{index}"
+
+
 class Sequence:
-    """The state of one request inside the engine; owned by the scheduler, on the engine thread."""
+    """The state of one choice inside the engine; owned by the scheduler, on the engine thread.
+
+    `lane` is the lane it runs in; a sequence that has waited long joins in a higher one than its request named.
+    `block_hashes` are the names of its full blocks in the prefix index, as far as they have been worked out.
+    `siblings` are the other choices of the request while they wait for this one to compute the prompt; `forked_from`
+    is the choice that has done so, until this one has joined.
+    """
 
     __slots__ = (
         "arrival",
+        "block_hashes",
         "block_ids",
+        "choice",
         "eos_token_ids",
         "finish_reason",
+        "forked_from",
+        "high_water",
+        "lane",
+        "num_cached_tokens",
         "num_computed",
         "num_preemptions",
         "num_prompt",
+        "output_at_join",
+        "preemptions_in_a_row",
+        "prompt_logprobs",
         "request",
+        "seed",
+        "sequence_id",
+        "siblings",
         "status",
+        "told_prompt",
         "token_ids",
+        "unserved_steps",
+        "waits",
     )
 
-    def __init__(self, request: GenerateRequest, *, arrival: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, arrival: int, eos_token_ids: frozenset[int], choice: Choice | None = None
+    ) -> None:
         self.request = request
+        self.choice = choice or request.choices[0]
+        self.sequence_id = sequence_id(request.request_id, self.choice.index)
+        self.seed = choice_seed(request.sampling.seed, self.choice.index)
         self.arrival = arrival
+        self.lane = request.lane
         self.eos_token_ids = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.num_prompt = len(request.prompt_token_ids)
-        self.token_ids = [*request.prompt_token_ids, *request.resumed_token_ids]
+        self.token_ids = [*request.prompt_token_ids, *self.choice.resumed_token_ids]
         self.num_computed = 0
+        self.high_water = 0
+        """The most tokens it ever had computed; what is computed below it is computed again."""
         self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.siblings: list[Sequence] = []
+        self.forked_from: Sequence | None = None
+        self.prompt_logprobs: list[PositionLogprobs] = []
+        self.told_prompt = False
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.preemptions_in_a_row = 0
+        """Since it last produced a block's worth of tokens between joining and being preempted."""
+        self.output_at_join = 0
+        self.unserved_steps = 0
+        self.waits: dict[str, int] = {}
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def index(self) -> int:
+        return self.choice.index
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
 
     @property
     def num_known(self) -> int:
@@ -72,9 +128,13 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def prompt_is_computed(self) -> bool:
+        return self.num_computed >= self.num_prompt
+
     def move_to(self, status: Status) -> None:
         """The one gate: a move that is not in `MOVES` is a bug of the caller."""
-        assert status in MOVES[self.status], f"{self.request_id}: {self.status} -> {status}"
+        assert status in MOVES[self.status], f"{self.sequence_id}: {self.status} -> {status}"
         self.status = status
 
     def append(self, token_id: int) -> None:

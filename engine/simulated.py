@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from engine.config import StepCost
 from engine.plan import Chunk, StepPlan, StepResult
-from engine.sampler import uniform
+from engine.randomness import uniform
 
 
 class SimulatedExecutor:
@@ -30,7 +30,7 @@ class SimulatedExecutor:
         """Nothing is held."""
 
     def _sample(self, chunk: Chunk) -> int:
-        token_id = int(uniform(chunk.sampling.seed ^ chunk.token_ids[-1], chunk.end) * self._vocab_size)
+        token_id = int(uniform(chunk.seed ^ chunk.token_ids[-1], chunk.end) * self._vocab_size)
         while token_id in chunk.banned_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id

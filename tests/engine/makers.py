@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.api import GenerateRequest, SamplingParams
+from engine.api import Choice, GenerateRequest, SamplingParams
 from engine.block_pool import BlockPool
 from engine.engine import Engine, Executor, ModelFacts
 from engine.plan import Chunk, StepPlan, StepResult
@@ -22,11 +22,13 @@ def sampling(max_tokens: int = 8, **changes: object) -> SamplingParams:
 def request(request_id: str = "r", num_prompt: int = 4, max_tokens: int = 8, **changes: object) -> GenerateRequest:
     """A request whose prompt is told by its id and length, so that no two prompts are alike."""
     start = sum(map(ord, request_id)) % 500
+    resumed: tuple[int, ...] = changes.pop("resumed_token_ids", ())  # type: ignore[assignment]
     prompt = tuple((start + offset) % EOS for offset in range(num_prompt))
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling=changes.pop("sampling", None) or sampling(max_tokens),  # type: ignore[arg-type]
+        choices=changes.pop("choices", None) or (Choice(resumed_token_ids=resumed),),  # type: ignore[arg-type]
         **changes,  # type: ignore[arg-type]
     )
 

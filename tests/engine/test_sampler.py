@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 
 from engine.api import SamplingParams
 from engine.plan import Chunk
-from engine.sampler import _mix, sample, uniform
+from engine.randomness import _mix, uniform
+from engine.sampler import sample
 
 
 def chunk(position: int = 1, banned: tuple[int, ...] = (), **params: Any) -> Chunk:
     """A chunk whose next token stands at `position`."""
     return Chunk(
-        request_id="r",
+        sequence_id="r",
         token_ids=(0,),
         start=position - 1,
         block_ids=(0,),
         samples=True,
         sampling=SamplingParams(max_tokens=1, **params),
+        seed=params.get("seed", 0),
         banned_token_ids=banned,
     )
 

@@ -22,7 +22,7 @@ def step(scheduler: Scheduler, executor: PagedMemoryExecutor) -> list[tuple[str,
     """One turn; what was planned as (request, start, tokens)."""
     plan = scheduler.schedule()
     scheduler.commit(plan, executor.execute(plan))
-    return [(chunk.request_id, chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
+    return [(chunk.sequence_id, chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
 
 
 def add(scheduler: Scheduler, request_id: str, arrival: int, num_prompt: int = 4, **changes: object) -> Sequence:
@@ -152,8 +152,7 @@ def test_any_interleaving_gives_everybody_the_output_of_an_undisturbed_run(
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).extend(output.delta.token_ids)
         elif isinstance(operation, int):
-            cancelled = engine.cancel(f"r{operation}")
-            if cancelled is not None:
+            for cancelled in engine.cancel(f"r{operation}"):
                 expected.pop(cancelled.request_id)
         elif isinstance(operation, tuple):
             num_prompt, max_tokens, lane, resumed = operation
