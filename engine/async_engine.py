@@ -1,13 +1,13 @@
 """The engine behind an event loop: commands cross to the engine thread, deltas come back, neither side waits.
 
 The loop side owns the open streams; the thread side owns the engine. What crosses is a command in one direction and,
-once per step, one batch of outputs in the other. A stream whose consumer is slower than the engine finds all tokens
-since its last look in a single delta, so memory is bounded by the output itself and events by what is consumed.
+once per step, one batch of outputs in the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -15,12 +15,13 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from engine.api import (
     EngineDeadError,
     EngineStats,
-    FinishReason,
+    Explanation,
     GenerateRequest,
     RequestRefusedError,
     StepSummary,
@@ -28,10 +29,14 @@ from engine.api import (
 )
 from engine.engine import Engine
 from engine.scheduler import Output
+from engine.streams import Stream
 
 logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
+
+IDLE_CHECK_AFTER_S = 1.0
+"""The books are checked when nothing has come for so long: on a large pool that takes some milliseconds."""
 
 ENDED_KEPT = 4096
 """How many ended requests `cancel` still knows the token count of."""
@@ -49,82 +54,17 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Explain:
+    request_id: str
+    answer: asyncio.Future[list[Explanation]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     """Cancel what is open and end the thread."""
 
 
-_Command = _Add | _Cancel | _Stop
-
-
-class _Unseen:
-    """What the consumer of one choice has not seen yet."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.ended = asyncio.Event()
-        self.num_tokens = 0
-
-    def put(self, delta: TokenDelta) -> None:
-        self.deltas.append(delta)
-        self.num_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self.ended.set()
-
-    def take(self) -> TokenDelta:
-        """All that has come since the last look, as one delta."""
-        deltas, self.deltas = self.deltas, []
-        if len(deltas) == 1:
-            return deltas[0]
-        return TokenDelta(
-            index=deltas[0].index,
-            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-            finish_reason=deltas[-1].finish_reason,
-            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
-            prompt_logprobs=deltas[0].prompt_logprobs,
-            num_cached_tokens=deltas[0].num_cached_tokens,
-        )
-
-
-class _Stream:
-    """What one consumer has not seen yet, of all choices of its request. Loop side only."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.choices = {choice.index: _Unseen() for choice in request.choices}
-        self.ended = asyncio.Event()
-        self._error: EngineDeadError | None = None
-        self._news: dict[int, None] = {}  # indices with something unseen, oldest first
-        self._has_news = asyncio.Event()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices.values())
-
-    def put(self, delta: TokenDelta) -> None:
-        self.choices[delta.index].put(delta)
-        self._news[delta.index] = None
-        self._has_news.set()
-        if all(choice.ended.is_set() for choice in self.choices.values()):
-            self.ended.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self.ended.set()
-        for choice in self.choices.values():
-            choice.ended.set()
-        self._has_news.set()
-
-    async def next(self) -> TokenDelta | None:
-        """What is new for one of the choices, None: all have ended and have been seen."""
-        if not self._news and self.ended.is_set() and self._error is None:
-            return None
-        await self._has_news.wait()
-        if self._error is not None:
-            raise self._error
-        index = next(iter(self._news))
-        del self._news[index]
-        if not self._news:
-            self._has_news.clear()
-        return self.choices[index].take()
+_Command = _Add | _Cancel | _Explain | _Stop
 
 
 class AsyncEngine:
@@ -137,8 +77,9 @@ class AsyncEngine:
         and gives up spinning between operations once all teams together are larger than the machine.
         """
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
+        self._asked: set[asyncio.Future[list[Explanation]]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: EngineDeadError | None = None
         built: Future[Engine] = Future()
@@ -176,6 +117,18 @@ class AsyncEngine:
         """See `engine.api.Engine.recent_steps`."""
         return self._engine.recent_steps()
 
+    async def explain(self, request_id: str) -> list[Explanation]:
+        """See `engine.api.Engine.explain`."""
+        if self._closed is not None and not self._thread.is_alive():
+            return []
+        answer: asyncio.Future[list[Explanation]] = asyncio.get_running_loop().create_future()
+        self._asked.add(answer)
+        self._commands.put(_Explain(request_id, answer))
+        try:
+            return await answer
+        finally:
+            self._asked.discard(answer)
+
     def check_health(self) -> None:
         """See `engine.api.Engine.check_health`."""
         if not self._thread.is_alive():
@@ -192,14 +145,14 @@ class AsyncEngine:
 
     # ---- loop side
 
-    def _open(self, request: GenerateRequest) -> _Stream:
+    def _open(self, request: GenerateRequest) -> Stream:
         if self._closed is not None:
             raise self._closed
         self._engine.check_request(request)
         if request.request_id in self._streams:
             raise RequestRefusedError(f"request id {request.request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[request.request_id] = _Stream(request)
+        stream = self._streams[request.request_id] = Stream(request)
         self._commands.put(_Add(request))
         return stream
 
@@ -218,6 +171,8 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
+        for answer in self._asked:
+            _resolve(answer, [])
 
     # ---- thread side
 
@@ -242,18 +197,29 @@ class AsyncEngine:
 
     def _obey(self, engine: Engine) -> bool:
         """Carry out the commands that have come in; wait for one if there is nothing else to do. False: stop."""
-        while True:
-            if not engine.has_work:
-                _check_idle(engine)
-            elif self._commands.empty():
-                return True
-            match self._commands.get():
+        while (command := self._next_command(engine)) is not None:
+            match command:
                 case _Add(request):
                     engine.add(request)
                 case _Cancel(request_id, index):
                     self._post(self._deliver, engine.cancel(request_id, index))
+                case _Explain(request_id, answer):
+                    self._post(partial(_resolve, answer), engine.explain(request_id))
                 case _Stop():
                     return False
+        return True
+
+    def _next_command(self, engine: Engine) -> _Command | None:
+        """The next command; None if there is a step to do first."""
+        with contextlib.suppress(queue.Empty):
+            if engine.has_work:
+                delay_s = engine.delay_s
+                return self._commands.get(timeout=delay_s) if delay_s > 0 else self._commands.get_nowait()
+            with contextlib.suppress(queue.Empty):
+                return self._commands.get(timeout=IDLE_CHECK_AFTER_S)
+            _check_idle(engine)
+            return self._commands.get()
+        return None
 
     def _post(self, callback: Callable[[Argument], None], argument: Argument) -> None:
         if self._loop is None or self._loop.is_closed():
@@ -267,3 +233,8 @@ def _check_idle(engine: Engine) -> None:
         engine.check_integrity()
     except AssertionError:
         logger.exception("the engine is idle and its books do not balance")
+
+
+def _resolve(answer: asyncio.Future[list[Explanation]], explanations: list[Explanation]) -> None:
+    if not answer.done():
+        answer.set_result(explanations)

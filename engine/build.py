@@ -13,16 +13,16 @@ import torch
 from engine.api import describe_memory
 from engine.async_engine import AsyncEngine
 from engine.attention.reference import reference_attention
-from engine.block_pool import BlockPool
 from engine.config import ConfigError, EngineConfig, ExecutorKind
-from engine.engine import Engine, Executor, ModelFacts
+from engine.engine import Engine, Executor
 from engine.executor import InProcessExecutor
 from engine.hardware import free_memory, resolve_dtype
+from engine.intake import ModelFacts
 from engine.memory import MemoryPlan, plan_memory
 from engine.models.shape import ModelShape, read_config, shape_of
 from engine.models.weights import load_decoder
 from engine.runner import Runner, allocate_cache
-from engine.scheduler import Scheduler
+from engine.scheduler import build_scheduler
 from engine.simulated import SimulatedExecutor
 from engine.text import eos_token_ids
 
@@ -55,12 +55,7 @@ def build_engine(config: EngineConfig) -> Engine:
         weight_bytes=plan.weight_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
     )
-    scheduler = Scheduler(
-        BlockPool(plan.num_blocks, config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-    engine = Engine(scheduler, executor, facts, config.max_num_seqs, time.perf_counter)
+    engine = Engine(build_scheduler(config, plan.num_blocks), executor, facts, time.monotonic)
     logger.info("%s: %s", Path(config.model).name, describe_memory(engine.stats()))
     return engine
 

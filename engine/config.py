@@ -147,6 +147,9 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
                 "a full batch could not decode one token each; raise the first or lower the second"
             )
+        self._check_batching()
+
+    def _check_batching(self) -> None:
         if self.batching is BatchingMode.CONTINUOUS and (self.max_batch_size is not None or self.max_delay_ms):
             raise ConfigError("max_batch_size and max_delay_ms mean nothing with batching: continuous; leave them out")
         if (self.max_batch_size or 0) > self.max_num_seqs:

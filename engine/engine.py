@@ -1,28 +1,29 @@
 """The loop of the engine: schedule, execute, commit, for ever. One thread; no event loop, no torch.
 
-`Engine` owns the scheduler; it checks requests at intake, and accounts for what every step did.
+`Engine` checks requests at intake, ends those whose time is over, and accounts for what every step did.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.account import place_account, token_account
 from engine.api import (
     EngineStats,
+    Explanation,
     FinishReason,
     GenerateRequest,
-    PlaceAccount,
-    RequestRefusedError,
     StepSummary,
-    TokenAccount,
     TokenDelta,
 )
+from engine.intake import ModelFacts, refuse_impossible
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Output, Scheduler
-from engine.sequence import Sequence
+from engine.sequence import Sequence, sequence_id
 
 STEPS_KEPT = 4096
 """Summaries kept for whoever asks what the engine has been doing; about a minute or more of steps."""
@@ -39,107 +40,112 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What was found out about the model: bounds for requests, the tokens that end a sequence, and sizes."""
+class _Times:
+    """When the parts of a step ended, on the engine's clock."""
 
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    weight_bytes: int
-    kv_bytes_per_token: int
+    started: float
+    scheduled: float
+    executed: float
+    committed: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Deadline:
+    """When the sequences with these arrival numbers have to have ended."""
+
+    due_s: float
+    first_arrival: int
+    last_arrival: int
 
 
 class Engine:
     """Schedule, execute, commit. All methods but `check_request` and the snapshots belong to the engine thread."""
 
-    def __init__(
-        self, scheduler: Scheduler, executor: Executor, facts: ModelFacts, max_num_seqs: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, facts: ModelFacts, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
+        self._roster = scheduler.roster
+        self._memory = scheduler.roster.memory
         self._executor = executor
         self._facts = facts
-        self._max_num_seqs = max_num_seqs
         self._clock = clock
+        self._deadlines: list[_Deadline] = []
         self._left: list[str] = []
         self._steps: deque[StepSummary] = deque(maxlen=STEPS_KEPT)
+        self._num_sequences = 0
         self._num_steps = 0
         self._num_requests = 0
-        self._num_sequences = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self._num_recomputed_tokens = 0
         self._num_padding_tokens = 0
+        self._num_idle_slot_steps = 0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._roster.num_open > 0
+
+    @property
+    def delay_s(self) -> float:
+        """For how long a step would do nothing unless another request comes; 0: there is something to do."""
+        now = self._clock()
+        until_due = self._deadlines[0].due_s - now if self._deadlines else self._roster.delay_s(now)
+        return max(0.0, min(until_due, self._roster.delay_s(now)))
 
     def step(self) -> list[Output]:
         """One turn of the belt. Finished sequences have left when this returns; waiting ones join in the next turn."""
         started = self._clock()
-        plan = self._scheduler.schedule()
+        outputs = self._end_overdue(started)
+        plan = self._scheduler.schedule(started)
         scheduled = self._clock()
-        result = self._executor.execute(plan)
+        result = self._executor.execute(plan) if plan.chunks else StepResult(token_ids=[])
         executed = self._clock()
-        outputs = self._scheduler.commit(plan, result)
-        self._account(plan, result, outputs, (started, scheduled, executed, self._clock()))
-        return outputs
+        committed = self._scheduler.commit(plan, result)
+        times = _Times(started=started, scheduled=scheduled, executed=executed, committed=self._clock())
+        self._account(plan, result, committed, times)
+        return outputs + committed
 
     def check_request(self, request: GenerateRequest) -> None:
         """Raise RequestRefusedError if `request` can never run here. Reads nothing that changes."""
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        if not prompt:
-            raise RequestRefusedError("the prompt is empty; it must have at least one token")
-        total = len(prompt) + sampling.max_tokens
-        if total > self._facts.max_model_len:
-            raise RequestRefusedError(
-                f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {total}, "
-                f"over the model's {self._facts.max_model_len}; shorten the prompt or lower max_tokens"
-            )
-        resumed = max(request.choices, key=lambda choice: len(choice.resumed_token_ids)).resumed_token_ids
-        if resumed and len(resumed) >= sampling.max_tokens:
-            raise RequestRefusedError(
-                f"{len(resumed)} resumed tokens leave nothing of max_tokens {sampling.max_tokens}"
-            )
-        known = (
-            *prompt,
-            *(token for choice in request.choices for token in choice.resumed_token_ids),
-            *sampling.stop_token_ids,
-        )
-        if min(known) < 0 or max(known) >= self._facts.vocab_size:
-            raise RequestRefusedError(f"token ids must lie in 0..{self._facts.vocab_size - 1}")
+        refuse_impossible(request, self._facts, kv_tokens=self._memory.num_tokens)
 
     def add(self, request: GenerateRequest) -> None:
-        """Let a checked request wait for its slot."""
+        """Let a checked request wait for its slots."""
+        now = self._clock()
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
+        choices = []
         for choice in request.choices:
             self._num_sequences += 1
-            sequence = Sequence(
-                request, arrival=self._num_sequences, eos_token_ids=self._facts.eos_token_ids, choice=choice
+            choices.append(
+                Sequence(
+                    request,
+                    choice,
+                    arrival=self._num_sequences,
+                    eos_token_ids=self._facts.eos_token_ids,
+                    arrived_s=now,
+                )
             )
-            self._scheduler.add(sequence)
+        self._roster.add(choices)
+        if request.timeout_s is not None:
+            due = _Deadline(now + request.timeout_s, choices[0].arrival, choices[-1].arrival)
+            heapq.heappush(self._deadlines, due)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Output]:
         """End the open sequences of a request, or that of one choice, now. They may just have ended by themselves."""
-        return [
-            self._end(sequence, FinishReason.CANCELLED)
-            for sequence in self._scheduler.open_sequences()
-            if sequence.request_id == request_id and index in (None, sequence.index)
-        ]
+        found = [each for each in self._roster.sequences if each.request_id == request_id]
+        return self._end([each for each in found if index in (None, each.index)], FinishReason.CANCELLED)
 
     def hand_back(self) -> list[Output]:
         """End every open request, for another engine to go on with."""
-        return [self._end(sequence, FinishReason.HANDED_BACK) for sequence in self._scheduler.open_sequences()]
+        return self._end(self._roster.sequences, FinishReason.HANDED_BACK)
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
-        self._scheduler.finish(sequence, reason)
-        self._left.append(sequence.sequence_id)
-        delta = TokenDelta(index=sequence.index, finish_reason=reason)
-        return Output(request_id=sequence.request_id, delta=delta)
+    def explain(self, request_id: str) -> list[Explanation]:
+        """Why the open sequences of a request wait or run."""
+        return [self._roster.explain(each) for each in self._roster.sequences if each.request_id == request_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots and sequences do not add up."""
-        self._scheduler.check_integrity()
+        self._roster.check_integrity()
 
     def close(self) -> None:
         """Give back what the executor holds."""
@@ -147,64 +153,75 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The present counts; may be read from another thread, where it can be one step old."""
-        pool = self._scheduler.pool
+        pool = self._memory.pool
+        num_running, num_open = len(self._roster.running), self._roster.num_open
         return EngineStats(
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=self._scheduler.limits.max_num_seqs,
             max_model_len=self._facts.max_model_len,
             weight_bytes=self._facts.weight_bytes,
             kv_bytes_per_token=self._facts.kv_bytes_per_token,
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used,
-            num_cached_blocks=0,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_cached_blocks=pool.num_idle,
+            num_running=num_running,
+            num_waiting=max(0, num_open - num_running),
             num_steps=self._num_steps,
             num_requests=self._num_requests,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=0,
+            num_cached_tokens=self._memory.num_found_tokens,
             num_generated_tokens=self._num_generated_tokens,
-            num_recomputed_tokens=0,
+            num_recomputed_tokens=self._num_recomputed_tokens,
             num_padding_tokens=self._num_padding_tokens,
-            num_idle_slot_steps=0,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=self._roster.num_preemptions,
+            num_idle_slot_steps=self._num_idle_slot_steps,
         )
 
     def recent_steps(self) -> list[StepSummary]:
         """The last `STEPS_KEPT` steps, oldest first; may be read from another thread."""
         return list(self._steps)
 
-    def _account(
-        self, plan: StepPlan, result: StepResult, outputs: list[Output], times: tuple[float, float, float, float]
-    ) -> None:
-        started, scheduled, executed, committed = times
-        num_decode = sum(chunk.samples and len(chunk.token_ids) == 1 for chunk in plan.chunks)
+    def _end_overdue(self, now: float) -> list[Output]:
+        outputs = []
+        while self._deadlines and self._deadlines[0].due_s <= now:
+            due = heapq.heappop(self._deadlines)
+            late = [each for each in self._roster.sequences if due.first_arrival <= each.arrival <= due.last_arrival]
+            outputs += self._end(late, FinishReason.DEADLINE)
+        return outputs
+
+    def _end(self, sequences: list[Sequence], reason: FinishReason) -> list[Output]:
+        outputs = []
+        for sequence in sequences:
+            self._roster.finish(sequence, reason)
+            self._left.append(sequence.sequence_id)
+            delta = TokenDelta(index=sequence.index, finish_reason=reason)
+            outputs.append(Output(request_id=sequence.request_id, delta=delta))
+        return outputs
+
+    def _account(self, plan: StepPlan, result: StepResult, outputs: list[Output], times: _Times) -> None:
+        num_running = len(self._roster.running)
+        num_idle = self._roster.batching.num_idle_slots(num_running)
         self._num_steps += 1
-        self._num_generated_tokens += len(outputs)
+        self._num_generated_tokens += sum(len(output.delta.token_ids) for output in outputs)
+        self._num_recomputed_tokens += plan.num_recomputed_tokens
         self._num_padding_tokens += result.num_padding_tokens
-        self._left.extend(output.request_id for output in outputs if output.delta.finish_reason is not None)
+        self._num_idle_slot_steps += num_idle
+        ended = [output for output in outputs if output.delta.finish_reason is not None]
+        left = (*self._left, *(sequence_id(output.request_id, output.delta.index) for output in ended))
+        self._left.clear()
         self._steps.append(
             StepSummary(
                 step=self._num_steps,
                 joined=plan.joined,
-                left=tuple(self._left),
+                left=left,
                 preempted=plan.preempted,
-                num_running=self._scheduler.num_running,
-                num_waiting=self._scheduler.num_waiting,
-                num_idle_slots=0,
-                tokens=TokenAccount(
-                    budget=plan.num_tokens,
-                    decode=num_decode,
-                    new_prefill=plan.num_tokens - num_decode,
-                    recomputed=0,
-                    speculative_rejected=0,
-                    graph_padding=0,
-                    unused=0,
-                ),
-                places=PlaceAccount(total=0, live=0, reserved=0, tail_waste=0, cached_idle=0, free=0),
-                schedule_s=scheduled - started,
-                execute_s=executed - scheduled,
-                commit_s=committed - executed,
+                num_running=num_running,
+                num_waiting=self._roster.num_open - num_running,
+                num_idle_slots=num_idle,
+                tokens=token_account(plan, self._scheduler.limits.max_num_batched_tokens, result.num_padding_tokens),
+                places=place_account(self._memory.pool, self._roster.running),
+                schedule_s=times.scheduled - times.started,
+                execute_s=times.executed - times.scheduled,
+                commit_s=times.committed - times.executed,
             )
         )
-        self._left.clear()

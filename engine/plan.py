@@ -50,13 +50,16 @@ class BlockCopy:
 class StepPlan:
     """A ragged batch: chunks of any length side by side. All `copies` are made before anything is computed.
 
-    `joined` and `preempted` are the changes of membership.
+    `joined` and `preempted` are the changes of membership. `num_decode_tokens` and `num_recomputed_tokens` of all
+    tokens are the newest output of a sequence, and what has been computed before; the rest are prompts.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
     joined: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -1,30 +1,41 @@
 """Which sequences compute how many tokens in the next step. No torch, no clock.
 
 One rule: every sequence has known tokens and computed tokens, and a step lets computed catch up with known under one
-token budget. Chunked prefill, recompute after a preemption and resumed streams all follow from it.
+token budget. Chunked prefill, prefix hits, recompute after a preemption and resumed streams all follow from it.
 
-    running   is ordered by lane, then arrival. Every running sequence that lacks a single token (it decodes) has that
-              token of the budget set aside before any prefill is cut to size, so a long prompt never stops a stream.
-    victim    when a sequence needs a block and none is free, the *last* of `running` gives up its blocks and slot and
-              waits again. As sequences are planned in order, the victim has not been planned yet: nothing is undone.
-              The first of `running` is never a victim of another, so somebody always advances: no livelock.
-    waiting   is ordered the same way; a preempted sequence keeps its arrival, hence its place. The head joins when
-              there is a slot, budget, and memory for *all* its known tokens, which are reserved at once, so that
-              half-done prefills never compete for blocks. If the head does not fit, nobody behind it passes: what
-              fits later is decided by age, not by size.
+A step is planned in this order:
+
+    make way   a waiting sequence of a higher lane takes slot and memory from running ones of lower lanes, if it cannot
+               join otherwise and what they hold suffices.
+    decode     every running sequence that lacks a single token computes it. If it needs a block and none is to be had,
+               a *later* one of `running`, which is ordered by lane and arrival, steps back; where no later one may be
+               taken, it steps back itself. As sequences are planned in order, nothing planned is undone.
+    prefill    the rest of the budget, or `max_prefill_tokens_with_decodes` of it, goes to the most urgent prompts (see
+               `engine.waiting`), whether they run already or join only now. Whoever joins gets memory for all tokens it
+               knows, and computes something at once. If the head of the queue does not fit, nobody passes it; what
+               passes whom is decided by urgency, not by size.
+
+Somebody always advances. A sequence that has been preempted twice without a block's worth of output between is
+protected: it joins with memory for one more block of output, so it needs nobody's, and nobody may take its own. Hence
+every sequence gets somewhere at least on its third run, and none is preempted more than 2 * (1 + output // block_size)
+times.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.api import FinishReason, TokenDelta
+from engine.api import FinishReason, PositionLogprobs, TokenDelta
+from engine.batching import batching_for
 from engine.block_pool import BlockPool
-from engine.plan import Chunk, StepPlan, StepResult
-from engine.sequence import Sequence, Status
+from engine.config import EngineConfig
+from engine.hold import Hold, Obstacle
+from engine.kv_memory import Found, KvMemory, must_score_prompt
+from engine.plan import BlockCopy, Chunk, StepPlan, StepResult
+from engine.preemption import first_victim, victims_for
+from engine.roster import Roster
+from engine.sequence import Sequence
+from engine.waiting import Head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,161 +46,270 @@ class Output:
     delta: TokenDelta
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.lane, sequence.arrival
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Bounds of every step; see `engine.config.EngineConfig`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens_with_decodes: int | None = None
+
+    def prefill_tokens(self, num_decoding: int) -> int:
+        """What is left for prompts beside so many decodes."""
+        rest = self.max_num_batched_tokens - num_decoding
+        if num_decoding == 0 or self.max_prefill_tokens_with_decodes is None:
+            return rest
+        return min(rest, self.max_prefill_tokens_with_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Newcomer:
+    """The head of the queue, which may join, and what of it is in memory already."""
+
+    head: Head
+    found: Found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A plan in the making. `newcomer`: who joins next; `obstacle`: why nobody more may join in this step."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    num_decode: int = 0
+    num_recomputed: int = 0
+    newcomer: _Newcomer | None = None
+    obstacle: Obstacle | None = None
+
+    def plan(self) -> StepPlan:
+        return StepPlan(
+            chunks=tuple(self.chunks),
+            copies=tuple(self.copies),
+            joined=tuple(self.joined),
+            preempted=tuple(self.preempted),
+            num_decode_tokens=self.num_decode,
+            num_recomputed_tokens=self.num_recomputed,
+        )
 
 
 class Scheduler:
-    """Owner of all sequences and of the block pool. Called from one thread: add, cancel, schedule, commit."""
+    """Plans steps, and books what they computed. Called from one thread, `schedule` and `commit` in turn."""
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.pool = pool
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._sequences: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting: list[tuple[int, int, Sequence]] = []  # a heap; ended sequences are dropped when they surface
-        self.num_preemptions = 0
+    def __init__(self, roster: Roster, limits: StepLimits) -> None:
+        self.roster = roster
+        self.limits = limits
+        self._memory = roster.memory
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._sequences)
-
-    def find(self, sequence_id: str) -> Sequence | None:
-        """The open sequence of this name."""
-        return self._sequences.get(sequence_id)
-
-    def open_sequences(self) -> list[Sequence]:
-        """All sequences that have not ended."""
-        return list(self._sequences.values())
-
-    def add(self, sequence: Sequence) -> None:
-        """Let a new sequence wait. Whether it can ever fit has been checked at intake."""
-        assert sequence.sequence_id not in self._sequences, f"{sequence.sequence_id} is already here"
-        self._sequences[sequence.sequence_id] = sequence
-        self._enqueue(sequence)
-
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence at any point of its life and take back all it holds."""
-        if sequence.status is Status.RUNNING:
-            self._running.remove(sequence)
-        sequence.move_to(Status.FINISHED)
-        sequence.finish_reason = reason
-        self.pool.release(sequence.block_ids)
-        del self._sequences[sequence.sequence_id]
-
-    def schedule(self) -> StepPlan:
-        """Choose the next batch; allocates the blocks that it writes to."""
-        num_decoding = sum(sequence.num_uncomputed == 1 for sequence in self._running)
-        prefill_budget = self._max_num_batched_tokens - num_decoding
-        chunks: list[Chunk] = []
-        preempted: list[str] = []
-        for sequence in self._each_running():
-            num_tokens = 1 if sequence.num_uncomputed == 1 else min(sequence.num_uncomputed, prefill_budget)
-            if num_tokens == 0 or not self._make_room(sequence, sequence.num_computed + num_tokens, preempted):
-                continue
-            if sequence.num_uncomputed > 1:
-                prefill_budget -= num_tokens
-            chunks.append(_chunk(sequence, num_tokens))
-        joined: list[str] = []
-        while prefill_budget > 0 and not preempted and (newcomer := self._admit()):
-            num_tokens = min(newcomer.num_uncomputed, prefill_budget)
-            prefill_budget -= num_tokens
-            chunks.append(_chunk(newcomer, num_tokens))
-            joined.append(newcomer.sequence_id)
-        return StepPlan(chunks=tuple(chunks), joined=tuple(joined), preempted=tuple(preempted))
+    def schedule(self, now: float) -> StepPlan:
+        """Choose the next batch, and give out the blocks that it writes to. `now` in seconds, on any clock."""
+        self.roster.begin_step(now)
+        draft = _Draft()
+        self._make_way(draft)
+        self._plan_decodes(draft)
+        self._plan_prompts(draft)
+        self.roster.end_step(draft.obstacle)
+        return draft.plan()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Book what was computed; sequences that are done leave at once."""
-        sampled = iter(result.token_ids)
+        token_ids, scored = iter(result.token_ids), iter(result.scored)
+        logprobs = iter(result.logprobs or (None,) * len(result.token_ids))
         outputs = []
         for chunk in plan.chunks:
-            sequence = self._sequences[chunk.sequence_id]
-            sequence.num_computed = chunk.end
-            if not chunk.samples:
-                continue
-            token_id = next(sampled)
-            sequence.append(token_id)
-            delta = TokenDelta(index=sequence.index, token_ids=(token_id,), finish_reason=sequence.finish_reason)
-            outputs.append(Output(request_id=sequence.request_id, delta=delta))
+            sequence = self.roster.find(chunk.sequence_id)
+            self.roster.computed(sequence, chunk.start, chunk.end)
+            if chunk.scored_token_ids:
+                sequence.prompt_logprobs[chunk.start : chunk.end] = next(scored)
+            if chunk.samples:
+                outputs.append(self._take_token(sequence, next(token_ids), next(logprobs)))
+            elif sequence.request.sampling.max_tokens == 0 and not sequence.num_uncomputed:
+                sequence.finish_reason = FinishReason.LENGTH
+                outputs.append(_output(sequence))
             if sequence.finish_reason is not None:
-                self.finish(sequence, sequence.finish_reason)
+                self.roster.finish(sequence, sequence.finish_reason)
         return outputs
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if blocks and sequences do not add up, or if something idle holds a block."""
-        self.pool.check_integrity(sequence.block_ids for sequence in self._sequences.values())
-        for sequence in self._sequences.values():
-            running = sequence.status is Status.RUNNING
-            assert running == (sequence in self._running), f"{sequence.sequence_id} is {sequence.status}"
-            assert running or not sequence.block_ids, f"{sequence.sequence_id} holds blocks but no slot"
-        assert len(self._running) <= self._max_num_seqs
-        if not self._sequences:
-            assert self.pool.num_used == 0, f"{self.pool.num_used} blocks are held by nobody"
+    def _make_way(self, draft: _Draft) -> None:
+        """Let heads of the queue join at the cost of lower lanes, as many as can then compute something."""
+        roster = self.roster
+        budget = self.limits.prefill_tokens(sum(sequence.is_decoding for sequence in roster.running))
+        while budget > 0 and (head := roster.claimant()) is not None:
+            prey = [each for each in roster.running if each.lane > head.sequence.request.lane]
+            found = self._memory.find(head.sequence)
+            obstacle = self._obstacle_to(head.sequence, found) if prey else None
+            if obstacle is None or obstacle.hold is Hold.BATCH:
+                return
+            victims = victims_for(
+                prey,
+                self._memory,
+                num_blocks=obstacle.num_needed + obstacle.num_kept_free - obstacle.num_available,
+                num_slots=int(obstacle.hold is Hold.SLOT),
+                kept=frozenset(found.shared),
+            )
+            for victim in victims:
+                self._preempt(victim, draft)
+            found = self._memory.find(head.sequence)  # what the victims had is not held any more
+            if self._obstacle_to(head.sequence, found) is not None:
+                return
+            self._join(_Newcomer(head, found), draft)
+            budget -= head.sequence.num_uncomputed
 
-    def _each_running(self) -> Iterator[Sequence]:
-        """Running sequences in order, while preemptions shorten the list from its end."""
+    def _plan_decodes(self, draft: _Draft) -> None:
+        running = self.roster.running
         index = 0
-        while index < len(self._running):
-            yield self._running[index]
-            index += 1
+        while index < len(running):
+            sequence = running[index]
+            if not sequence.is_decoding:
+                index += 1
+            elif self._make_room(sequence, index, draft):
+                self._serve(sequence, 1, draft)
+                index += 1
+            # else it has stepped back, and the next one stands in its place
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, preempted: list[str]) -> bool:
-        """Give `sequence` blocks for `num_tokens`, at the cost of younger ones; False if it had to step back itself."""
-        while not self.pool.grow(sequence.block_ids, num_tokens):
-            victim = self._running[-1]
-            self._preempt(victim)
-            preempted.append(victim.sequence_id)
+    def _plan_prompts(self, draft: _Draft) -> None:
+        roster = self.roster
+        budget = self.limits.prefill_tokens(len(draft.chunks))
+        residents = [Head(roster.urgency(each), each) for each in roster.running if not each.is_decoding]
+        residents.sort(reverse=True)
+        while budget > 0:
+            newcomer = self._next_to_join(draft)
+            if newcomer is not None and (not residents or newcomer.head < residents[-1]):
+                self._join(newcomer, draft)
+                budget -= self._serve(newcomer.head.sequence, budget, draft)
+            elif residents:
+                budget -= self._serve(residents.pop().sequence, budget, draft)
+            else:
+                return
+        for resident in residents:
+            resident.sequence.waits[Hold.BUDGET] += 1
+        head = roster.head()
+        if head is not None and draft.obstacle is None:
+            draft.obstacle = Obstacle(hold=Hold.BUDGET, sequence_id=head.sequence.sequence_id)
+
+    def _next_to_join(self, draft: _Draft) -> _Newcomer | None:
+        """The head of the queue if it can join now. Asked again and again, works it out once."""
+        if draft.newcomer is None and draft.obstacle is None and (head := self.roster.head()) is not None:
+            found = self._memory.find(head.sequence)
+            draft.obstacle = self._obstacle_to(head.sequence, found)
+            draft.newcomer = None if draft.obstacle else _Newcomer(head, found)
+        return draft.newcomer
+
+    def _obstacle_to(self, sequence: Sequence, found: Found) -> Obstacle | None:
+        """What keeps the head of the queue from joining."""
+        running = self.roster.running
+        is_full = len(running) == self.limits.max_num_seqs
+        rivals = [each for each in running if each.lane <= sequence.request.lane]
+        num_needed = self._memory.blocks_needed(sequence, found)
+        num_kept_free = self._memory.room_to_grow(rivals) if rivals else 0
+        num_available = self._memory.pool.num_available
+        if not self.roster.batching.has_seat:
+            hold = Hold.BATCH
+        elif is_full:
+            hold = Hold.SLOT
+        elif num_needed + num_kept_free > num_available:
+            hold = Hold.BLOCKS
+        else:
+            return None
+        return Obstacle(
+            hold=hold,
+            sequence_id=sequence.sequence_id,
+            num_needed=num_needed,
+            num_available=num_available,
+            num_kept_free=num_kept_free,
+        )
+
+    def _make_room(self, sequence: Sequence, index: int, draft: _Draft) -> bool:
+        """Give `sequence`, at `index`, blocks for what it knows; False if it had to step back itself."""
+        while not self._memory.grow(sequence):
+            victim = first_victim(self.roster.running[index + 1 :], self._memory) or sequence
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.pop()
-        sequence.move_to(Status.WAITING)
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.pool.release(sequence.block_ids)
-        self._enqueue(sequence)
+    def _serve(self, sequence: Sequence, limit: int, draft: _Draft) -> int:
+        """Let it compute up to `limit` tokens; returns how many."""
+        num_tokens = min(sequence.num_uncomputed, limit)
+        num_new = self.roster.serve(sequence, num_tokens)
+        draft.num_recomputed += num_tokens - num_new
+        if sequence.is_decoding and sequence.num_computed >= sequence.num_prompt:
+            draft.num_decode += num_new
+        draft.chunks.append(_chunk(sequence, num_tokens))
+        return num_tokens
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (*_order(sequence), sequence))
+    def _join(self, newcomer: _Newcomer, draft: _Draft) -> None:
+        copy = self.roster.join(newcomer.head, newcomer.found)
+        if copy is not None:
+            draft.copies.append(copy)
+        draft.joined.append(newcomer.head.sequence.sequence_id)
+        draft.newcomer = None
 
-    def _admit(self) -> Sequence | None:
-        """Let the head of the queue join, if there is a slot and memory for all its known tokens."""
-        while self._waiting and self._waiting[0][2].status is Status.FINISHED:
-            heapq.heappop(self._waiting)
-        if not self._waiting or len(self._running) == self._max_num_seqs:
-            return None
-        head = self._waiting[0][2]
-        if not self.pool.grow(head.block_ids, head.num_known):
-            return None
-        heapq.heappop(self._waiting)
-        head.move_to(Status.RUNNING)
-        bisect.insort(self._running, head, key=_order)
-        return head
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+        draft.copies = [copy for copy in draft.copies if copy.target not in sequence.block_ids]
+        self.roster.preempt(sequence)
+        draft.preempted.append(sequence.sequence_id)
+        draft.obstacle = Obstacle(hold=Hold.PREEMPTION, sequence_id=sequence.sequence_id)
+
+    def _take_token(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> Output:
+        sequence.append(token_id)
+        if sequence.num_output - sequence.output_at_join >= self._memory.pool.block_size:
+            sequence.preemptions_in_a_row = 0
+        if sequence.num_known > self._memory.num_tokens and sequence.finish_reason is None:
+            sequence.finish_reason = FinishReason.LENGTH  # it has all the memory there is
+        return _output(sequence, (token_id,), () if logprobs is None else (logprobs,))
+
+
+def build_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+    """The scheduler that `config` asks for, over a pool of `num_blocks`."""
+    memory = KvMemory(
+        BlockPool(num_blocks, config.block_size), prefix_cache=config.prefix_cache, watermark=config.watermark
+    )
+    batching = batching_for(
+        config.batching,
+        max_batch_size=config.max_batch_size or config.max_num_seqs,
+        max_delay_s=config.max_delay_ms / 1000,
+    )
+    limits = StepLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_tokens_with_decodes=config.max_prefill_tokens_with_decodes,
+    )
+    return Scheduler(Roster(memory, batching, config.aging_steps), limits)
+
+
+def _output(sequence: Sequence, token_ids: tuple[int, ...] = (), logprobs: tuple[PositionLogprobs, ...] = ()) -> Output:
+    """What the client is told now; the first time also what concerns the prompt."""
+    tells_prompt = not sequence.told and sequence.forked_from is None
+    sequence.told = True
+    delta = TokenDelta(
+        index=sequence.index,
+        token_ids=token_ids,
+        finish_reason=sequence.finish_reason,
+        logprobs=logprobs,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if tells_prompt else (),
+        num_cached_tokens=sequence.num_cached_tokens if tells_prompt else 0,
+    )
+    return Output(request_id=sequence.request_id, delta=delta)
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     start, end = sequence.num_computed, sequence.num_computed + num_tokens
     sampling = sequence.request.sampling
-    too_early = sequence.num_output < sampling.min_tokens
+    samples = end == sequence.num_known and sampling.max_tokens > 0
+    too_early = samples and sequence.num_output < sampling.min_tokens
+    penalised = samples and sampling.has_penalties
     return Chunk(
         sequence_id=sequence.sequence_id,
         token_ids=tuple(sequence.token_ids[start:end]),
         start=start,
         block_ids=tuple(sequence.block_ids),
-        samples=end == sequence.num_known,
+        samples=samples,
         sampling=sampling,
         seed=sequence.seed,
         banned_token_ids=(*sequence.eos_token_ids, *sampling.stop_token_ids) if too_early else (),
+        prompt_token_ids=sequence.request.prompt_token_ids if penalised else (),
+        output_token_ids=tuple(sequence.token_ids[sequence.num_prompt :]) if penalised else (),
+        scored_token_ids=sequence.request.prompt_token_ids[start + 1 : end + 1] if must_score_prompt(sequence) else (),
     )

@@ -7,6 +7,7 @@ it does, the step's last logits are those of the next token.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 
 from engine.api import Choice, FinishReason, GenerateRequest, PositionLogprobs
@@ -39,19 +40,22 @@ class Sequence:
     """The state of one choice inside the engine; owned by the scheduler, on the engine thread.
 
     `lane` is the lane it runs in; a sequence that has waited long joins in a higher one than its request named.
-    `block_hashes` are the names of its full blocks in the prefix index, as far as they have been worked out.
+    `block_names` are the names of its full blocks in the prefix index, as far as they have been worked out.
     `siblings` are the other choices of the request while they wait for this one to compute the prompt; `forked_from`
-    is the choice that has done so, until this one has joined.
+    is the choice that has done so.
     """
 
     __slots__ = (
         "arrival",
-        "block_hashes",
+        "arrival_step",
+        "arrived_s",
         "block_ids",
+        "block_names",
         "choice",
         "eos_token_ids",
         "finish_reason",
         "forked_from",
+        "held_when_queued",
         "high_water",
         "lane",
         "num_cached_tokens",
@@ -61,22 +65,30 @@ class Sequence:
         "output_at_join",
         "preemptions_in_a_row",
         "prompt_logprobs",
+        "queued_step",
         "request",
         "seed",
         "sequence_id",
         "siblings",
         "status",
-        "told_prompt",
         "token_ids",
-        "unserved_steps",
+        "told",
+        "waited_steps",
         "waits",
     )
 
     def __init__(
-        self, request: GenerateRequest, *, arrival: int, eos_token_ids: frozenset[int], choice: Choice | None = None
+        self,
+        request: GenerateRequest,
+        choice: Choice,
+        *,
+        arrival: int,
+        eos_token_ids: frozenset[int],
+        arrived_s: float = 0.0,
     ) -> None:
+        """`arrival` numbers all sequences of the engine; `arrived_s` is the time, on the engine's clock."""
         self.request = request
-        self.choice = choice or request.choices[0]
+        self.choice = choice
         self.sequence_id = sequence_id(request.request_id, self.choice.index)
         self.seed = choice_seed(request.sampling.seed, self.choice.index)
         self.arrival = arrival
@@ -88,18 +100,24 @@ class Sequence:
         self.high_water = 0
         """The most tokens it ever had computed; what is computed below it is computed again."""
         self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.block_names: list[bytes] = []
         self.siblings: list[Sequence] = []
         self.forked_from: Sequence | None = None
         self.prompt_logprobs: list[PositionLogprobs] = []
-        self.told_prompt = False
         self.num_cached_tokens = 0
+        self.told = False
+        """Whether the client has been told what concerns the prompt."""
+        # ---- how it has fared
+        self.arrived_s = arrived_s
+        self.arrival_step = 0
+        self.queued_step = 0
+        self.waited_steps = 0
+        self.waits: Counter[str] = Counter()
+        self.held_when_queued: Counter[str] = Counter()
         self.num_preemptions = 0
         self.preemptions_in_a_row = 0
-        """Since it last produced a block's worth of tokens between joining and being preempted."""
+        """Preemptions since a run in which it produced a block's worth of tokens."""
         self.output_at_join = 0
-        self.unserved_steps = 0
-        self.waits: dict[str, int] = {}
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
 
@@ -129,8 +147,18 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def prompt_is_computed(self) -> bool:
-        return self.num_computed >= self.num_prompt
+    def is_decoding(self) -> bool:
+        """Whether a single token is all that keeps it from the next one."""
+        return self.num_uncomputed == 1
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether it has been preempted so often in a row that it may not be again before it has got somewhere.
+
+        When it joins, it is given memory for a block's worth of output beyond what it knows; so until then it needs
+        nothing that others would have to give.
+        """
+        return self.preemptions_in_a_row >= PREEMPTIONS_UNTIL_PROTECTED
 
     def move_to(self, status: Status) -> None:
         """The one gate: a move that is not in `MOVES` is a bug of the caller."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.api import Choice, GenerateRequest, SamplingParams
-from engine.block_pool import BlockPool
-from engine.engine import Engine, Executor, ModelFacts
+from engine.config import EngineConfig
+from engine.engine import Engine, Executor
+from engine.intake import ModelFacts
 from engine.plan import Chunk, StepPlan, StepResult
-from engine.scheduler import Scheduler
+from engine.scheduler import Output, build_scheduler
+from engine.sequence import sequence_id
 
 VOCAB = 1000
 EOS = 999
@@ -70,6 +72,11 @@ class PagedMemoryExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.max_tokens_seen = max(self.max_tokens_seen, plan.num_tokens)
+        read = [
+            [self.memory.get((copy.source, offset), -1) for offset in range(self.block_size)] for copy in plan.copies
+        ]
+        for copy, tokens in zip(plan.copies, read, strict=True):
+            self.memory.update({(copy.target, offset): token_id for offset, token_id in enumerate(tokens)})
         for chunk in plan.chunks:
             for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
                 self.memory[self._slot(chunk, position)] = token_id
@@ -100,30 +107,36 @@ class VirtualClock:
 def make_engine(
     *,
     num_blocks: int = 64,
-    block_size: int = 4,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 16,
     executor: Executor | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: VirtualClock | None = None,
+    max_model_len: int | None = None,
+    **changes: Any,
 ) -> Engine:
-    """An engine without a model; one request may use the whole pool."""
+    """An engine without a model; one request may use the whole pool. `changes`: other fields of its EngineConfig."""
+    config = EngineConfig(**{**DEFAULTS, **changes})
     facts = ModelFacts(
         vocab_size=VOCAB,
-        max_model_len=num_blocks * block_size,
+        max_model_len=max_model_len or num_blocks * config.block_size,
         eos_token_ids=frozenset({EOS}),
         weight_bytes=0,
         kv_bytes_per_token=1,
     )
-    scheduler = Scheduler(
-        BlockPool(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-    )
-    return Engine(scheduler, executor or PagedMemoryExecutor(block_size), facts, max_num_seqs, clock or VirtualClock())
+    executor = executor or PagedMemoryExecutor(config.block_size)
+    return Engine(build_scheduler(config, num_blocks), executor, facts, clock or VirtualClock())
+
+
+DEFAULTS: dict[str, Any] = {"model": "", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 
 
 def run_to_end(engine: Engine, outputs: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    """Step until nothing is open; the output tokens of every request."""
+    """Step until nothing is open; the output tokens of every sequence, by its id."""
     outputs = {} if outputs is None else outputs
     while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).extend(output.delta.token_ids)
+        collect(engine.step(), outputs)
     return outputs
+
+
+def collect(step: list[Output], outputs: dict[str, list[int]]) -> None:
+    """Add what a step put out to `outputs`."""
+    for output in step:
+        outputs.setdefault(sequence_id(output.request_id, output.delta.index), []).extend(output.delta.token_ids)

@@ -166,7 +166,7 @@ async def test_drain_lets_open_requests_finish_and_takes_no_new_ones() -> None:
     )
 
 
-async def test_drain_cancels_what_is_left_when_its_time_is_over() -> None:
+async def test_drain_hands_back_what_is_left_when_its_time_is_over() -> None:
     executor = GatedExecutor(4)
     engine = AsyncEngine(lambda: make_engine(executor=executor))
     reader = asyncio.create_task(collect(engine.generate(request(sampling=ENDLESS))))
@@ -177,7 +177,7 @@ async def test_drain_cancels_what_is_left_when_its_time_is_over() -> None:
     while not draining.done():
         executor.allow()
         await asyncio.sleep(0)
-    assert (await reader)[1] is FinishReason.CANCELLED
+    assert (await reader)[1] is FinishReason.HANDED_BACK
     assert engine.stats().num_used_blocks == 0
 
 

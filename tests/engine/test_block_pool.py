@@ -15,14 +15,14 @@ def test_grow_gives_just_the_blocks_that_the_tokens_need() -> None:
     assert pool.grow(blocks, 17)
     assert blocks == [0, 1]
     assert pool.grow(blocks, 32)
-    assert (blocks, pool.num_free, pool.num_used) == ([0, 1], 2, 2)
+    assert (blocks, pool.num_available, pool.num_used) == ([0, 1], 2, 2)
 
 
 def test_grow_is_all_or_nothing() -> None:
     pool = BlockPool(num_blocks=2, block_size=4)
     blocks: list[int] = []
     assert not pool.grow(blocks, 9)
-    assert (blocks, pool.num_free) == ([], 2)
+    assert (blocks, pool.num_available) == ([], 2)
 
 
 def test_released_blocks_are_used_again_oldest_first() -> None:

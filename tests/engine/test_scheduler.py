@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from engine.api import FinishReason
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
+from engine.api import Choice, FinishReason
+from engine.config import EngineConfig
+from engine.scheduler import Scheduler, build_scheduler
 from engine.sequence import Sequence, Status
-from tests.engine.makers import PagedMemoryExecutor, expected_output, make_engine, request, run_to_end, sampling
+from tests.engine.makers import DEFAULTS, PagedMemoryExecutor, expected_output, request, sampling
 
 
-def make_scheduler(num_blocks: int = 64, max_num_seqs: int = 4, max_num_batched_tokens: int = 16) -> Scheduler:
-    pool = BlockPool(num_blocks, block_size=4)
-    return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+def make_scheduler(num_blocks: int = 64, **changes: Any) -> Scheduler:
+    return build_scheduler(EngineConfig(**{**DEFAULTS, **changes}), num_blocks)
 
 
 def step(scheduler: Scheduler, executor: PagedMemoryExecutor) -> list[tuple[str, int, int]]:
     """One turn; what was planned as (request, start, tokens)."""
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     scheduler.commit(plan, executor.execute(plan))
     return [(chunk.sequence_id, chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
 
 
-def add(scheduler: Scheduler, request_id: str, arrival: int, num_prompt: int = 4, **changes: object) -> Sequence:
-    sequence = Sequence(request(request_id, num_prompt, **changes), arrival=arrival, eos_token_ids=frozenset())  # type: ignore[arg-type]
-    scheduler.add(sequence)
+def add(scheduler: Scheduler, request_id: str, arrival: int, num_prompt: int = 4, **changes: Any) -> Sequence:
+    asked = request(request_id, num_prompt, **changes)
+    sequence = Sequence(asked, asked.choices[0], arrival=arrival, eos_token_ids=frozenset())
+    scheduler.roster.add([sequence])
     return sequence
 
 
@@ -57,9 +57,9 @@ def test_waiting_sequences_join_in_the_step_after_a_slot_is_free() -> None:
     add(scheduler, "first", 1, max_tokens=1)
     add(scheduler, "second", 2, max_tokens=1)
     assert step(scheduler, executor) == [("first", 0, 4)]
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
+    assert (len(scheduler.roster.running), scheduler.roster.num_open) == (0, 1)
     assert step(scheduler, executor) == [("second", 0, 4)]
-    assert not scheduler.has_work
+    assert not scheduler.roster.num_open
 
 
 def test_lanes_go_before_arrival() -> None:
@@ -80,7 +80,7 @@ def test_the_youngest_of_the_lowest_lane_gives_way_and_keeps_its_tokens() -> Non
     assert old.num_preemptions == 0
     kept = young.token_ids[young.num_prompt :]
     assert kept == expected_output(young.request.prompt_token_ids, sampling(len(kept)), eos=None)
-    while scheduler.has_work:
+    while scheduler.roster.num_open:
         step(scheduler, executor)
     assert young.token_ids[7:] == expected_output(young.request.prompt_token_ids, sampling(9), eos=None)
     assert young.finish_reason is FinishReason.LENGTH
@@ -92,7 +92,7 @@ def test_nobody_joins_in_a_step_that_preempts() -> None:
     add(scheduler, "young", 2, num_prompt=8)
     step(scheduler, executor)
     add(scheduler, "third", 3, num_prompt=1, lane=0)  # there is room for it, and it is first in the queue
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     assert (plan.preempted, plan.joined) == (("young",), ())
 
 
@@ -112,58 +112,14 @@ def test_a_cancel_takes_back_everything_at_any_point(steps_before: int) -> None:
     sequence = add(scheduler, "gone", 1, num_prompt=20)
     for _ in range(steps_before):
         step(scheduler, executor)
-    scheduler.finish(sequence, FinishReason.CANCELLED)
-    assert (scheduler.pool.num_used, scheduler.has_work) == (0, False)
-    scheduler.check_integrity()
-    assert scheduler.schedule().chunks == ()
+    scheduler.roster.finish(sequence, FinishReason.CANCELLED)
+    assert (scheduler.roster.memory.pool.num_used, scheduler.roster.num_open) == (0, False)
+    scheduler.roster.check_integrity()
+    assert scheduler.schedule(0.0).chunks == ()
 
 
 def test_an_ended_sequence_cannot_move() -> None:
-    sequence = Sequence(request(), arrival=1, eos_token_ids=frozenset())
+    sequence = Sequence(request(), Choice(), arrival=1, eos_token_ids=frozenset())
     sequence.move_to(Status.FINISHED)
     with pytest.raises(AssertionError, match="finished -> running"):
         sequence.move_to(Status.RUNNING)
-
-
-requests = st.builds(
-    lambda num_prompt, max_tokens, lane, resumed: (num_prompt, max_tokens, lane, resumed),
-    st.integers(1, 30),
-    st.integers(1, 20),
-    st.integers(0, 2),
-    st.booleans(),
-)
-operations = st.lists(st.one_of(requests, st.just("step"), st.integers(0, 10)), max_size=50)
-
-
-@settings(max_examples=2000)
-@given(operations, st.integers(13, 30), st.integers(1, 5), st.integers(5, 40))
-def test_any_interleaving_gives_everybody_the_output_of_an_undisturbed_run(
-    operations: list[tuple[int, int, int, bool] | str | int], num_blocks: int, max_num_seqs: int, budget: int
-) -> None:
-    """Arrivals, steps, cancels and resumes in any order, with memory for hardly more than one sequence."""
-    executor = PagedMemoryExecutor(4)
-    engine = make_engine(
-        num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, executor=executor
-    )
-    expected: dict[str, list[int]] = {}
-    outputs: dict[str, list[int]] = {}
-    for operation in operations:
-        if operation == "step":
-            for output in engine.step():
-                outputs.setdefault(output.request_id, []).extend(output.delta.token_ids)
-        elif isinstance(operation, int):
-            for cancelled in engine.cancel(f"r{operation}"):
-                expected.pop(cancelled.request_id)
-        elif isinstance(operation, tuple):
-            num_prompt, max_tokens, lane, resumed = operation
-            name = f"r{engine.stats().num_requests}"
-            whole = expected_output(request(name, num_prompt).prompt_token_ids, sampling(max_tokens))
-            half = tuple(whole[: len(whole) // 2]) if resumed else ()
-            engine.add(request(name, num_prompt, max_tokens, lane=lane, resumed_token_ids=half))
-            expected[name] = whole[len(half) :]
-        engine.check_integrity()
-    run_to_end(engine, outputs)
-    engine.check_integrity()
-    assert {name: outputs[name] for name in expected} == expected
-    assert executor.max_tokens_seen <= budget
-    assert engine.stats().num_used_blocks == 0
