@@ -18,7 +18,7 @@ from engine.engine import Engine, Executor
 from engine.executor import InProcessExecutor
 from engine.hardware import free_memory, resolve_dtype
 from engine.intake import ModelFacts
-from engine.memory import MemoryPlan, plan_memory
+from engine.memory import MemoryPlan, kv_bytes_per_token, plan_memory
 from engine.models.shape import ModelShape, read_config, shape_of
 from engine.models.weights import load_decoder
 from engine.runner import Runner, allocate_cache
@@ -76,7 +76,13 @@ def _load(
     plan = plan_memory(
         config,
         weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters()),
-        kv_bytes_per_token=shape.kv_bytes_per_token(dtype.itemsize),
+        kv_bytes_per_token=kv_bytes_per_token(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            element_bytes=dtype.itemsize,
+            kv_dtype=config.kv_dtype,
+        ),
         max_model_len=max_model_len,
         free_bytes=free_memory(device),
     )

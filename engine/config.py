@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -134,8 +135,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.max_delay_ms < 0:
-            raise ConfigError(f"max_delay_ms is {self.max_delay_ms}; it must be at least 0")
+        if not 0 <= self.max_delay_ms < math.inf:
+            raise ConfigError(f"max_delay_ms is {self.max_delay_ms}; it must be a number that is not negative")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it must lie in [0, 1)")
         if self.num_kv_blocks is not None and self.memory_fraction is not None:
@@ -172,5 +173,6 @@ _AT_LEAST_ONE = (
     "aging_steps",
     "block_size",
     "num_kv_blocks",
+    "num_threads",
     "record_max_bytes",
 )

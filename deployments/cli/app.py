@@ -6,16 +6,18 @@ so that `--help` answers at once.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from deployments.cli.terminal import CliError, complain
 from deployments.models import DEFAULT_MODEL
+from engine.config import Dtype, KvDtype
 
 INTERRUPTED = 130
 
@@ -127,6 +129,36 @@ def models_list(as_json: JsonOption = False) -> None:
     from deployments.cli.models import show_models
 
     show_models(as_json=as_json)
+
+
+@models_app.command("size", epilog="Example: roulant models size smollm2-135m-instruct --memory 4 --context 2048")
+def models_size(
+    model: Annotated[str, typer.Argument(help="Name of a pulled model, a folder, or a path to a config.json")],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel devices that share the model")] = 1,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Precision of weights and KV cache")
+    ] = "bfloat16",
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Precision of the KV cache; auto: that of the weights")] = (
+        KvDtype.AUTO
+    ),
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB on each device for weights and KV cache: say what fits")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompt and output in a request (default: the model's most)")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a model takes and how many requests fit beside it, from its config.json alone.
+
+    Exits with 1 when --memory does not hold the weights and one request.
+    """
+    from deployments.cli.size import Question, show_size
+
+    if memory is not None and not math.isfinite(memory):
+        raise typer.BadParameter("--memory is a number of GiB")
+    question = Question(tp=tp, dtype=Dtype(dtype), kv_dtype=kv_dtype, memory_gib=memory, context=context)
+    show_size(model, question, as_json=as_json)
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -36,19 +36,16 @@ class ModelShape:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """KV cache that one token takes over all layers: a key and a value for each layer, KV head and dimension."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
-
 
 def read_config(model_dir: str | Path) -> Any:
-    """The `transformers` configuration object of a model folder. Raises ConfigError."""
+    """The `transformers` configuration object of a model folder or a `config.json`. Raises ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_dir} is not a model folder: {error}") from error
+    except (OSError, ValueError, ArithmeticError, StrictDataclassError) as error:
+        raise ConfigError(f"{model_dir} is not a model folder or its configuration: {error}") from error
 
 
 def shape_of(config: Any) -> ModelShape:
