@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from tokenizers.decoders import Metaspace
+from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Replace, Sequence, Strip
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -59,6 +59,69 @@ def test_end_tokens_are_counted_but_have_no_text(codec: TextCodec) -> None:
     stream = codec.stream(stop_token_ids=codec.encode("X"))
     assert stream.push([*codec.encode("yes"), *codec.encode("X"), eos]) + stream.flush() == "yes"
     assert stream.num_tokens == 3
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_the_bytes_of_tokens_are_the_text_s_though_no_token_is_a_character(codec: TextCodec, text: str) -> None:
+    assert b"".join(codec.token_bytes(token_id) for token_id in codec.encode(text)) == text.encode()
+
+
+def test_every_token_has_bytes_and_a_special_one_those_of_its_name(codec: TextCodec) -> None:
+    assert all(codec.token_bytes(token_id) for token_id in range(codec.vocab_size))
+    (end,) = codec.encode("<|im_end|>")
+    assert codec.token_bytes(end) == b"<|im_end|>"
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_pieces_add_up_to_the_text(codec: TextCodec, text: str) -> None:
+    token_ids = codec.encode(text)
+    pieces_of_text = codec.pieces(token_ids)
+    assert len(pieces_of_text) == len(token_ids)
+    assert "".join(pieces_of_text) == text
+
+
+def test_pieces_leave_out_an_incomplete_end_and_keep_special_tokens_only_if_asked_to(codec: TextCodec) -> None:
+    assert "".join(codec.pieces(codec.encode("n日")[:-1])) == "n"
+    token_ids = codec.encode("<|im_start|>user")
+    assert codec.pieces(token_ids) == ["", "user"]
+    assert codec.pieces(token_ids, skip_special=False) == ["<|im_start|>", "user"]
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_an_output_finishes_the_prompt_s_last_character_and_repeats_nothing_of_the_prompt(
+    codec: TextCodec, size: int
+) -> None:
+    """Prompts of token ids may end anywhere; elsewhere the first delta then held the prompt once more."""
+    token_ids = codec.encode("The end: 日本語の🇫🇷 and 👩‍👩‍👧 done")
+    for cut in range(1, len(token_ids)):
+        before = "".join(codec.pieces(token_ids[:cut]))
+        after = "".join(pieces(codec.stream(prompt_token_ids=token_ids[:cut]), token_ids[cut:], size))
+        assert before + after == codec.decode(token_ids)
+
+
+def test_a_replacement_character_of_the_prompt_s_own_is_not_repeated(codec: TextCodec) -> None:
+    prompt = codec.encode("broken: \ufffd")
+    assert pieces(codec.stream(prompt_token_ids=prompt), codec.encode(" ok"), 1) == [" ok", ""]
+
+
+def test_a_character_that_was_the_prompt_s_is_finished_for_a_vocabulary_that_falls_back_to_bytes() -> None:
+    backend = Tokenizer(WordLevel({"▁one": 0, "<0xE2>": 1, "<0x82>": 2, "<0xAC>": 3, "▁two": 4}, unk_token="▁one"))
+    backend.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(content=" ", left=1)])
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    assert b"".join(map(codec.token_bytes, (0, 1, 2, 3))).decode() == " one€"
+    for cut in (2, 3):
+        assert pieces(codec.stream(prompt_token_ids=[0, 1, 2, 3][:cut]), [0, 1, 2, 3, 4][cut:], 1)[-2:] == [" two", ""]
+        assert "".join(pieces(codec.stream(prompt_token_ids=[0, 1, 2, 3][:cut]), [0, 1, 2, 3, 4][cut:], 1)) == "€ two"
+
+
+def test_characters_are_counted_as_they_become_certain(codec: TextCodec) -> None:
+    stream = codec.stream(stop=["never"])
+    counts = []
+    for token_id in codec.encode("n日本"):
+        stream.push((token_id,))
+        counts.append(stream.num_chars)
+    assert counts[-1] == 3
+    assert counts == sorted(counts)
 
 
 def test_text_goes_on_in_a_long_stream(codec: TextCodec) -> None:
