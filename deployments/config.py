@@ -7,6 +7,7 @@ A wrong file is refused with `ConfigFileError`, one line per fault, each naming 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
@@ -17,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from cluster.api import Lane, Limits, QueuePolicy, Tenant
 from engine.api import EngineError
-from engine.config import Dtype, EngineConfig, ExecutorKind
+from engine.config import BatchingMode, Dtype, EngineConfig, ExecutorKind, KvDtype, PrefixCache
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Quota = Annotated[int, Field(strict=True, ge=0)]
@@ -36,22 +37,40 @@ class _Section(BaseModel):
 
 
 class EngineSection(_Section):
-    """The engine of a model; see `engine.config.EngineConfig` for what each key means."""
+    """The engine of a model; see `engine.config.EngineConfig` for what each key means.
+
+    `record_steps` is a folder here: every replica, also one that replaces another, writes a file of its own into it.
+    """
 
     executor: ExecutorKind = ExecutorKind.MODEL
-    dtype: Dtype = Dtype.BFLOAT16
+    dtype: Dtype = Dtype.AUTO
     device: str = "cpu"
     max_model_len: Count | None = None
     max_num_seqs: Count = 32
     max_num_batched_tokens: Count = 512
+    max_prefill_tokens_with_decodes: Count | None = None
+    batching: BatchingMode = BatchingMode.CONTINUOUS
+    max_batch_size: Count | None = None
+    max_delay_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    aging_steps: Count = 200
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    prefix_cache: PrefixCache = PrefixCache.TENANT
     block_size: Count = 16
+    kv_dtype: KvDtype = KvDtype.AUTO
     num_kv_blocks: Count | None = None
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     num_threads: Count | None = None
+    record_steps: str | None = None
+    record_max_bytes: Count = 64 << 20
 
     def engine_config(self, folder: str) -> EngineConfig:
         """The engine's own configuration, for the weights in `folder`. Raises EngineError."""
         return EngineConfig(model=folder, **dict(self))
+
+    def usable_model_len(self, trained_for: int) -> int:
+        """The longest prompt plus output of a model trained for so many tokens: a small KV cache bounds it too."""
+        length = self.max_model_len or trained_for
+        return length if self.num_kv_blocks is None else min(length, self.num_kv_blocks * self.block_size)
 
     @model_validator(mode="after")
     def _engine_accepts_it(self) -> Self:
@@ -60,6 +79,13 @@ class EngineSection(_Section):
         except EngineError as error:
             raise ValueError(str(error)) from error
         return self
+
+
+def config_of_replica(engine: EngineConfig, replica_id: str) -> EngineConfig:
+    """`engine` with a record file of the replica's own, in the folder that `record_steps` names so far."""
+    if engine.record_steps is None:
+        return engine
+    return replace(engine, record_steps=str(Path(engine.record_steps) / f"{replica_id}.jsonl"))
 
 
 class ModelSection(_Section):

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from deployments.cli import main
 from deployments.cli.chat import Conversation, Message
 from deployments.cli.client import admin_client, api_client
 from deployments.cli.serve import QUESTION, announce, curl_command, first_key, read_config, with_address
@@ -20,18 +19,12 @@ from deployments.cli.terminal import BarProgress, CliError, printable
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, Manifest, ManifestFile
 from engine.api import GIB, EngineStats, describe_memory
+from tests.deployments.command_line import Run
 from tests.deployments.fake_service import Canned, FakeService, error, events, fake_service
 
-COMMANDS = (("serve",), ("chat",), ("status",), ("models", "pull"), ("models", "list"))
+pytestmark = pytest.mark.usefixtures("home")
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("ROULANT_URL", "ROULANT_API_KEY", "ROULANT_ADMIN_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ROULANT_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path / "home"
+COMMANDS = (("serve",), ("chat",), ("status",), ("models", "pull"), ("models", "list"), ("models", "size"))
 
 
 @pytest.fixture
@@ -42,32 +35,6 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
         monkeypatch.setenv("ROULANT_API_KEY", "rk-tenant")
         monkeypatch.setenv("ROULANT_ADMIN_KEY", "rk-admin")
         yield running
-
-
-@pytest.fixture
-def roulant(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(monkeypatch, capsys)
-
-
-class Run:
-    """Runs a command line in this process; keeps what it printed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-        self.out = ""
-        self.err = ""
-        monkeypatch.setattr("signal.signal", lambda number, handler: None)
-
-    def __call__(self, *arguments: str) -> int:
-        """The exit code."""
-        self._monkeypatch.setattr("sys.argv", ["roulant", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        self.out, self.err = self._capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0
 
 
 def delta(text: str) -> dict[str, object]:
@@ -98,6 +65,11 @@ def test_every_command_has_help_with_an_example(roulant: Run, command: tuple[str
         ("chat", "m", "--json"),
         ("serve", "--port", "70000"),
         ("status", "extra"),
+        ("models", "size"),
+        ("models", "size", "m", "--tp", "0"),
+        ("models", "size", "m", "--dtype", "auto"),
+        ("models", "size", "m", "--memory", "inf"),
+        ("models", "size", "m", "--memory", "nan"),
     ],
     ids=" ".join,
 )
@@ -264,14 +236,18 @@ def test_the_memory_of_each_replica_is_told_in_a_line(service: FakeService) -> N
         block_size=16,
         num_blocks=1000,
         num_used_blocks=0,
+        num_cached_blocks=0,
         num_running=0,
         num_waiting=0,
         num_steps=0,
         num_requests=0,
         num_prompt_tokens=0,
+        num_cached_tokens=0,
         num_generated_tokens=0,
+        num_recomputed_tokens=0,
         num_padding_tokens=0,
         num_preemptions=0,
+        num_idle_slot_steps=0,
     )
     replicas = {"replicas": [{"model": "tiny", "stats": asdict(stats), "steps": []}]}
     service.answers["/admin/v1/replicas"] = Canned(body=json.dumps(replicas))

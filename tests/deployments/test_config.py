@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from textwrap import indent
 
 import pytest
+import yaml
 
 from cluster.api import Lane, Limits, Tenant
-from deployments.config import ConfigFileError, ModelSection, RoulantConfig, load_config, parse_config
+from deployments.config import (
+    ConfigFileError,
+    EngineSection,
+    ModelSection,
+    RoulantConfig,
+    config_of_replica,
+    load_config,
+    parse_config,
+)
 from engine.config import Dtype, EngineConfig, ExecutorKind
 
 LOCAL = Path(__file__).parents[2] / "deployments" / "configs" / "local.yaml"
@@ -63,6 +74,89 @@ def test_engine_settings_become_the_engines_own_configuration() -> None:
         max_num_seqs=4,
         num_kv_blocks=9,
     )
+
+
+# One value for each that is neither the default nor refused beside the others.
+ENGINE_KEYS = """
+executor: simulated
+dtype: float16
+device: cuda
+max_model_len: 128
+max_num_seqs: 8
+max_num_batched_tokens: 64
+max_prefill_tokens_with_decodes: 16
+batching: dynamic
+max_batch_size: 4
+max_delay_ms: 2.5
+aging_steps: 7
+watermark: 0.25
+prefix_cache: shared
+block_size: 8
+kv_dtype: int8
+num_kv_blocks: 9
+num_threads: 3
+record_steps: /var/records
+record_max_bytes: 1000
+"""
+NOT_IN_YAML = {"model", "simulated_cost"}
+
+
+def test_every_setting_of_the_engine_can_be_set_and_has_the_engines_default() -> None:
+    settable = {field.name: field.default for field in fields(EngineConfig) if field.name not in NOT_IN_YAML}
+    section = {name: field.default for name, field in EngineSection.model_fields.items()}
+
+    assert section == settable
+    assert EngineSection().engine_config("m") == EngineConfig(model="m")
+
+
+def test_every_setting_reaches_the_engine() -> None:
+    given = yaml.safe_load(ENGINE_KEYS)
+    text = SMALL.replace("- id: tiny", "- id: tiny\n    engine:" + indent(ENGINE_KEYS, " " * 6))
+    made = parse_config(text).models[0].engine.engine_config("m")
+
+    # memory_fraction excludes num_kv_blocks
+    assert {*given, "memory_fraction"} == {field.name for field in fields(EngineConfig)} - NOT_IN_YAML
+    assert {name: getattr(made, name) for name in given} == given
+    assert EngineSection(memory_fraction=0.25).engine_config("m").memory_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("watermark: 1", "watermark: Input should be less than 1"),
+        ("max_delay_ms: .inf", "max_delay_ms: Input should be a finite number"),
+        ("aging_steps: 1.5", "aging_steps: Input should be a valid integer"),
+        ("prefix_cache: everyone", "prefix_cache: Input should be 'off', 'tenant' or 'shared'"),
+        ("max_batch_size: 4", "max_batch_size and max_delay_ms mean nothing with batching: continuous"),
+    ],
+)
+def test_engine_settings_that_cannot_be_are_refused(line: str, fault: str) -> None:
+    (told,) = faults(SMALL.replace("- id: tiny", f"- {{id: tiny, engine: {{{line}}}}}"))
+
+    assert told.startswith("models[0].engine")
+    assert fault in told
+
+
+def test_every_replica_records_to_a_file_of_its_own() -> None:
+    section = EngineSection(record_steps="/var/records")
+    engine = section.engine_config("m")
+
+    assert config_of_replica(engine, "r1") == replace(engine, record_steps="/var/records/r1.jsonl")
+    assert config_of_replica(EngineConfig(model="m"), "r1") == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("section", "usable"),
+    [
+        (EngineSection(), 8192),
+        (EngineSection(max_model_len=1000), 1000),
+        (EngineSection(num_kv_blocks=512), 8192),
+        (EngineSection(num_kv_blocks=511), 511 * 16),
+        (EngineSection(num_kv_blocks=100, block_size=8, max_model_len=1000), 800),
+    ],
+)
+def test_a_small_cache_bounds_the_length_of_requests(section: EngineSection, usable: int) -> None:
+    assert section.usable_model_len(8192) == usable
 
 
 def test_a_misspelled_key_is_named_by_its_full_path_with_the_right_name() -> None:
