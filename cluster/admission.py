@@ -15,6 +15,7 @@ for those whose time is over. A tenant or model that was not announced to the co
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from operator import attrgetter
 
 from cluster import refusals
 from cluster.api import (
@@ -28,14 +29,14 @@ from cluster.api import (
     Tenant,
     Usage,
 )
-from cluster.capacity import Fit
+from cluster.capacity import Fit, Need
 from cluster.fair_queue import Waiter
 from cluster.ledger import Claim, Ledger
 from cluster.model_gate import ModelGate
 from cluster.rate_window import NS_PER_S
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""What a request without a bound is expected to generate: a typical chat answer. Settling corrects it."""
+"""What a sequence without a bound is expected to generate: a typical chat answer. Settling corrects it."""
 
 
 class AdmissionController:
@@ -112,7 +113,8 @@ class AdmissionController:
         self._ledger.reserve(claim, owner, now_ns)
         if permit.request_id not in self._permits:
             self._permits[permit.request_id] = permit
-            gate.capacity.commit(permit.request_id, permit.reserved_tokens)
+            need = Need(sequences=permit.num_sequences, kv_tokens=permit.reserved_tokens)
+            gate.capacity.commit(permit.request_id, need)
 
     def renew(self, owner: str, now_ns: int) -> None:
         """The owner lives. To be repeated well within `ledger.OWNER_LEASE_NS`."""
@@ -169,8 +171,8 @@ class AdmissionController:
         capacity = self._ledger.token_capacity(ask.tenant)
         output = ask.max_output_tokens
         if output is None:
-            room = EXPECTED_OUTPUT_TOKENS if capacity is None else max(0, capacity - ask.prompt_tokens)
-            output = min(EXPECTED_OUTPUT_TOKENS, room)
+            expected = EXPECTED_OUTPUT_TOKENS * ask.num_sequences
+            output = expected if capacity is None else min(expected, max(0, capacity - ask.prompt_tokens))
         return Waiter(
             ask=ask,
             weight=self._tenants[ask.tenant].weight,
@@ -183,12 +185,7 @@ class AdmissionController:
         request_id = waiter.ask.request_id
         permit = self._permits.get(request_id)
         known = permit or self._waiting[request_id].ask
-        if (known.tenant, known.model, known.lane, known.prompt_tokens) != (
-            waiter.ask.tenant,
-            waiter.ask.model,
-            waiter.ask.lane,
-            waiter.ask.prompt_tokens,
-        ):
+        if _identity(known) != _identity(waiter.ask):
             raise ValueError(f"request id {request_id!r} is open for another request: {known}")
         self._ledger.reserve(_claim(waiter), owner, now_ns)
         return permit or _queued(gate, self._waiting[request_id])
@@ -240,6 +237,8 @@ class AdmissionController:
             prompt_tokens=ask.prompt_tokens,
             reserved_tokens=waiter.tokens,
             status=self._status(waiter, now_ns),
+            num_sequences=ask.num_sequences,
+            weight=waiter.weight,
         )
         self._permits[ask.request_id] = permit
         return permit
@@ -252,8 +251,7 @@ class AdmissionController:
             self._gates[permit.model].capacity.release(request_id)
 
     def _never_fits(self, gate: ModelGate, waiter: Waiter, now_ns: int) -> Refusal:
-        largest = gate.capacity.largest_kv_tokens
-        return refusals.never_fits(waiter.ask, gate.kv_tokens(waiter), largest, self._status(waiter, now_ns))
+        return refusals.never_fits(waiter.ask, gate.capacity.largest_kv_tokens, self._status(waiter, now_ns))
 
     def _status(self, waiter: Waiter, now_ns: int) -> LimitStatus:
         return self._ledger.status(waiter.ask.tenant, now_ns)
@@ -267,6 +265,10 @@ class AdmissionController:
     def _advance(self, now_ns: int) -> int:
         self._latest_ns = max(self._latest_ns, now_ns)
         return self._latest_ns
+
+
+_identity = attrgetter("tenant", "model", "lane", "prompt_tokens", "num_sequences")
+"""What two messages about one request must agree in, asks and permits alike."""
 
 
 def _claim(waiter: Waiter) -> Claim:

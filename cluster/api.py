@@ -46,7 +46,9 @@ class RefusalCode(StrEnum):
     EXCEEDS_LIMIT = "exceeds_limit"
     """The request alone is larger than the tenant's limit: it can never be admitted."""
     NO_CAPACITY = "no_capacity"
-    """No replica of the model could ever hold it, or none has been ready for too long."""
+    """No replica was free, or none there, for too long."""
+    KV_CAPACITY_EXCEEDED = "kv_capacity_exceeded"
+    """A prompt alone is larger than the KV memory of every replica: it can never run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,11 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionAsk:
-    """Leave to run one request. `max_output_tokens` None: the client set no bound, an expectation is reserved."""
+    """Leave to run one request: one sequence, or several under one permit.
+
+    `prompt_tokens` and `max_output_tokens` are sums: each prompt counts once, however many outputs it has; None: the
+    client set no bound, an expectation is reserved. `longest_prompt_tokens` None: there is one prompt.
+    """
 
     request_id: str
     tenant: str
@@ -107,13 +113,20 @@ class AdmissionAsk:
     lane: Lane
     prompt_tokens: int
     max_output_tokens: int | None
+    num_sequences: int = 1
+    longest_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0:
+        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.num_sequences < 1:
             raise ValueError(
-                f"request {self.request_id!r} asks for {self.prompt_tokens} prompt tokens and "
-                f"{self.max_output_tokens} output tokens; neither can be negative"
+                f"request {self.request_id!r} asks for {self.prompt_tokens} prompt tokens, {self.max_output_tokens} "
+                f"output tokens and {self.num_sequences} sequences; no tokens can be negative, no request is empty"
             )
+
+    @property
+    def indivisible_tokens(self) -> int:
+        """What one replica must hold at least."""
+        return self.prompt_tokens if self.longest_prompt_tokens is None else self.longest_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +158,9 @@ class Permit:
     reserved_tokens: int
     """The prompt and the output that was asked for or expected."""
     status: LimitStatus
+    num_sequences: int = 1
+    weight: int = 1
+    """The tenant's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +187,20 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Exact tokens of one request, as counted by the engine."""
+    """Exact tokens of one request, as counted by the engine.
+
+    `cached_tokens`: how many of the prompt's did not need to be computed; they are charged like the others.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0 or self.completion_tokens < 0:
             raise ValueError(f"usage cannot be negative: {self.prompt_tokens} + {self.completion_tokens} tokens")
+        if not 0 <= self.cached_tokens <= self.prompt_tokens:
+            raise ValueError(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cannot have been cached")
 
     @property
     def total_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.api import ModelSnapshot, QueuePolicy
-from cluster.capacity import Fit, ModelCapacity
+from cluster.capacity import Fit, ModelCapacity, Need
 from cluster.fair_queue import FairQueue, Waiter
 from cluster.rate_window import NS_PER_S
 
@@ -29,18 +29,9 @@ class ModelGate:
         self.capacity = ModelCapacity()
         self._policy = policy
 
-    def kv_tokens(self, waiter: Waiter) -> int:
-        """The KV memory that the request is to be promised: what it reserves.
-
-        Where the output is only expected, the expectation does not keep a prompt out that just fits a replica.
-        """
-        if waiter.ask.max_output_tokens is None and self.capacity.replicas:
-            return max(waiter.ask.prompt_tokens, min(waiter.tokens, self.capacity.largest_kv_tokens))
-        return waiter.tokens
-
     def fit(self, waiter: Waiter) -> Fit:
         """Whether the request could run, leaving aside who else waits."""
-        return self.capacity.fit(self.kv_tokens(waiter))
+        return self.capacity.fit(_need(waiter))
 
     def full(self, waiter: Waiter, now_ns: int) -> FullQueue | None:
         """Why `waiter` may not join the queue; None if it may, or need not because it can pass at once."""
@@ -63,7 +54,7 @@ class ModelGate:
     def pass_head(self) -> Waiter:
         """Let the head of the queue through, whether it fits or not, and commit what it needs."""
         waiter = self.queue.pop()
-        self.capacity.commit(waiter.ask.request_id, self.kv_tokens(waiter))
+        self.capacity.commit(waiter.ask.request_id, _need(waiter))
         return waiter
 
     def snapshot(self) -> ModelSnapshot:
@@ -72,10 +63,16 @@ class ModelGate:
         return ModelSnapshot(
             model=self.model,
             waiting=self.queue.counts(),
-            permits_open=capacity.committed_slots,
+            permits_open=capacity.permits,
             replicas=capacity.replicas,
             slots=capacity.slots,
             kv_tokens=capacity.kv_tokens,
             committed_slots=capacity.committed_slots,
             committed_kv_tokens=capacity.committed_kv_tokens,
         )
+
+
+def _need(waiter: Waiter) -> Need:
+    """What the request reserves is what it needs: prompts once each, and the outputs."""
+    ask = waiter.ask
+    return Need(sequences=ask.num_sequences, kv_tokens=waiter.tokens, indivisible_tokens=ask.indivisible_tokens)

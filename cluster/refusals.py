@@ -53,13 +53,13 @@ def queue_full(ask: AdmissionAsk, full: FullQueue, status: LimitStatus) -> Refus
     return _refusal(ask, RefusalCode.QUEUE_FULL, message, whole_seconds(full.wait_ns), status)
 
 
-def never_fits(ask: AdmissionAsk, kv_tokens: int, largest: int, status: LimitStatus) -> Refusal:
-    """No replica could ever hold the request."""
+def never_fits(ask: AdmissionAsk, largest: int, status: LimitStatus) -> Refusal:
+    """No replica could ever hold the prompt."""
     message = (
-        f"the request needs KV memory for {kv_tokens} tokens and the largest replica of model {ask.model!r} "
-        f"holds {largest}: it can never run there"
+        f"the prompt has {ask.indivisible_tokens} tokens and the KV memory of the largest replica of model "
+        f"{ask.model!r} holds {largest}: it can never run there"
     )
-    return _refusal(ask, RefusalCode.NO_CAPACITY, message, None, status)
+    return _refusal(ask, RefusalCode.KV_CAPACITY_EXCEEDED, message, None, status)
 
 
 def waited_in_vain(ask: AdmissionAsk, waited_s: float, replicas: int, status: LimitStatus) -> Refusal:

@@ -33,9 +33,18 @@ def ask(
     lane: Lane = Lane.STANDARD,
     prompt: int = 10,
     output: int | None = 10,
+    sequences: int = 1,
+    longest_prompt: int | None = None,
 ) -> AdmissionAsk:
     return AdmissionAsk(
-        request_id=request_id, tenant=tenant, model=model, lane=lane, prompt_tokens=prompt, max_output_tokens=output
+        request_id=request_id,
+        tenant=tenant,
+        model=model,
+        lane=lane,
+        prompt_tokens=prompt,
+        max_output_tokens=output,
+        num_sequences=sequences,
+        longest_prompt_tokens=longest_prompt,
     )
 
 

@@ -257,13 +257,66 @@ def test_large_head_is_not_passed_by_small_ones_behind_it() -> None:
 def test_request_that_no_replica_could_hold_is_refused_for_good() -> None:
     door = controller(tenant(tokens_per_minute=10_000), slots=4, kv_tokens=100)
     before = door.snapshot(0)
-    refused = refusal(door.submit(ask("r", prompt=90, output=11), OWNER, 0))
-    assert (refused.code, refused.retry_after_s) == (RefusalCode.NO_CAPACITY, None)
+    refused = refusal(door.submit(ask("r", prompt=101, output=0), OWNER, 0))
+    assert (refused.code, refused.retry_after_s) == (RefusalCode.KV_CAPACITY_EXCEEDED, None)
     assert refused.message == (
-        "the request needs KV memory for 101 tokens and the largest replica of model 'm' holds 100: "
+        "the prompt has 101 tokens and the KV memory of the largest replica of model 'm' holds 100: "
         "it can never run there"
     )
     assert door.snapshot(0) == before
+
+
+def test_request_whose_output_may_outgrow_the_memory_gets_all_there_is() -> None:
+    door = controller(slots=4, kv_tokens=100)
+    granted = permit(door.submit(ask("r", prompt=100, output=5000), OWNER, 0))
+    assert granted.reserved_tokens == 5100
+    assert door.snapshot(0).models[0].committed_kv_tokens == 100
+    queued(door.submit(ask("s"), OWNER, 0))
+    door.close("r", used(100, 1), 0)
+    assert ids(door.dispatch(0)) == ["s"]
+
+
+def test_prompts_of_one_request_fit_if_the_longest_of_them_does() -> None:
+    door = controller(slots=8, kv_tokens=100)
+    granted = permit(door.submit(ask("r", prompt=300, output=0, sequences=3, longest_prompt=100), OWNER, 0))
+    assert granted.num_sequences == 3
+    model = door.snapshot(0).models[0]
+    assert (model.permits_open, model.committed_slots, model.committed_kv_tokens) == (1, 3, 100)
+    refused = refusal(door.submit(ask("s", prompt=300, sequences=3, longest_prompt=101), OWNER, 0))
+    assert refused.code is RefusalCode.KV_CAPACITY_EXCEEDED
+    assert "101 tokens" in refused.message
+
+
+def test_request_with_more_sequences_than_slots_waits_until_it_can_have_them_all() -> None:
+    door = controller(slots=4)
+    permit(door.submit(ask("small"), OWNER, 0))
+    queued(door.submit(ask("many", sequences=9), OWNER, 0))
+    queued(door.submit(ask("behind"), OWNER, 0))
+    assert door.dispatch(0) == []
+    door.close("small", used(1, 1), 0)
+    assert ids(door.dispatch(0)) == ["many"]
+    assert door.snapshot(0).models[0].committed_slots == 4
+    door.close("many", used(1, 1), 0)
+    assert ids(door.dispatch(0)) == ["behind"]
+
+
+def test_unbounded_request_is_expected_to_write_as_much_in_each_of_its_outputs() -> None:
+    door = controller(tenant(tokens_per_minute=1000))
+    assert permit(door.submit(ask("r", prompt=10, output=None, sequences=2), OWNER, 0)).reserved_tokens == 10 + 512
+    assert permit(door.submit(ask("s", prompt=8, output=None), OWNER, 0)).reserved_tokens == 8 + 256
+
+
+def test_permit_carries_the_weight_of_its_tenant() -> None:
+    door = controller(tenant("a", weight=7))
+    assert permit(door.submit(ask("r"), OWNER, 0)).weight == 7
+
+
+def test_reopened_permit_holds_as_many_slots_as_before() -> None:
+    granted = permit(controller(slots=8).submit(ask("r", sequences=3), OWNER, 0))
+    door = controller(slots=8)
+    door.reopen(granted, OWNER, 0)
+    assert door.snapshot(0).models[0].committed_slots == 3
+    door.check_integrity()
 
 
 def test_request_that_waits_and_turns_out_too_large_does_not_block_the_queue() -> None:
@@ -272,7 +325,7 @@ def test_request_that_waits_and_turns_out_too_large_does_not_block_the_queue() -
     door.submit(ask("small"), OWNER, 0)
     door.report_replica(MODEL, "m-1", 4, 100, 1 * S)
     refused, granted = door.dispatch(1 * S)
-    assert (refusal(refused).request_id, refusal(refused).code) == ("huge", RefusalCode.NO_CAPACITY)
+    assert (refusal(refused).request_id, refusal(refused).code) == ("huge", RefusalCode.KV_CAPACITY_EXCEEDED)
     assert permit(granted).request_id == "small"
     door.check_integrity()
 

@@ -74,9 +74,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         lane=st.sampled_from(Lane),
         prompt=st.integers(0, 300),
         output=st.none() | st.integers(0, 400),
+        sequences=st.integers(1, 5),
     )
-    def submit(self, tenant: str, model: str, owner: str, lane: Lane, prompt: int, output: int | None) -> None:
-        wanted = ask(next(self.names), tenant, model=model, lane=lane, prompt=prompt, output=output)
+    def submit(
+        self, tenant: str, model: str, owner: str, lane: Lane, prompt: int, output: int | None, sequences: int
+    ) -> None:
+        wanted = ask(
+            next(self.names), tenant, model=model, lane=lane, prompt=prompt, output=output, sequences=sequences
+        )
         before = self.door.snapshot(self.now_ns)
         outcome = self.door.submit(wanted, owner, self.now_ns)
         if isinstance(outcome, Refusal):
@@ -100,7 +105,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self._granted(decision)
             else:
                 assert self.open[decision.request_id].permit is None
-                assert decision.code is RefusalCode.NO_CAPACITY
+                assert decision.code in (RefusalCode.NO_CAPACITY, RefusalCode.KV_CAPACITY_EXCEEDED)
                 self._settle(decision.request_id, None)
 
     @precondition(lambda self: self.open)
@@ -236,7 +241,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert refused.request_id == wanted.request_id
         assert refused.retry_after_s is None or refused.retry_after_s >= 1
         later_ns = self.now_ns + (refused.retry_after_s or 0) * S
-        asked = wanted.prompt_tokens + (256 if wanted.max_output_tokens is None else wanted.max_output_tokens)
+        expected = 256 * wanted.num_sequences
+        asked = wanted.prompt_tokens + (expected if wanted.max_output_tokens is None else wanted.max_output_tokens)
         match refused.code:
             case RefusalCode.REQUESTS_PER_MINUTE:
                 assert not self.requests[wanted.tenant].fits(1, self.now_ns)
@@ -259,8 +265,10 @@ class AdmissionMachine(RuleBasedStateMachine):
                 ]
                 mine_waiting = [each for each in waiting if each.tenant == wanted.tenant]
                 assert len(waiting) == 6 or len(mine_waiting) == 4
-            case RefusalCode.NO_CAPACITY:
+            case RefusalCode.KV_CAPACITY_EXCEEDED:
                 assert refused.retry_after_s is None
+            case RefusalCode.NO_CAPACITY:
+                raise AssertionError("no time has passed")
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

@@ -70,6 +70,7 @@ class Storm:
             lane=rng.choice(list(Lane)),
             prompt=rng.randrange(1, 900),
             output=rng.choice([None, rng.randrange(1, 900)]),
+            sequences=rng.choice([1, 1, 1, 3, 20]),
         )
         outcome = self.door.submit(self.asks[request_id], OWNER, self.now_ns)
         if isinstance(outcome, Permit | Refusal):
