@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.api import PositionLogprobs, SamplingParams
+from engine.hold import Obstacle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +48,55 @@ class BlockCopy:
     target: int
 
 
+class PreemptionCause(StrEnum):
+    """What a sequence had to step back for."""
+
+    LANE = "lane"
+    """A sequence of a higher lane joined in its place."""
+    MEMORY = "memory"
+    """A running sequence needed a block, and none was to be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """A sequence had to step back for `in_favour_of`, which may be itself, if no other could be taken.
+
+    The numbers are those by which it was chosen (see `engine.preemption`): its lane, and how many tokens may have to be
+    computed again. `num_blocks` it held, shared ones included.
+    """
+
+    sequence_id: str
+    cause: PreemptionCause
+    in_favour_of: str
+    lane: int
+    num_lost_tokens: int
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """A ragged batch: chunks of any length side by side. All `copies` are made before anything is computed.
 
-    `joined` and `preempted` are the changes of membership. `num_decode_tokens` and `num_recomputed_tokens` of all
-    tokens are the newest output of a sequence, and what has been computed before; the rest are prompts.
+    `joined` and `preemptions` are the changes of membership; `obstacle` is why nobody more joined, None if nobody
+    waits. `num_decode_tokens` and `num_recomputed_tokens` of all tokens are the newest output of a sequence, and what
+    has been computed before; the rest are prompts.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
     joined: tuple[str, ...] = ()
-    preempted: tuple[str, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    obstacle: Obstacle | None = None
     num_decode_tokens: int = 0
     num_recomputed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def preempted(self) -> tuple[str, ...]:
+        return tuple(each.sequence_id for each in self.preemptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.hold import Hold, Obstacle
 from engine.kv_memory import Found, KvMemory, must_score_prompt
-from engine.plan import BlockCopy, Chunk, StepPlan, StepResult
+from engine.plan import BlockCopy, Chunk, Preemption, PreemptionCause, StepPlan, StepResult
 from engine.preemption import first_victim, victims_for
 from engine.roster import Roster
 from engine.sequence import Sequence
@@ -77,7 +77,7 @@ class _Draft:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
     num_decode: int = 0
     num_recomputed: int = 0
     newcomer: _Newcomer | None = None
@@ -88,7 +88,8 @@ class _Draft:
             chunks=tuple(self.chunks),
             copies=tuple(self.copies),
             joined=tuple(self.joined),
-            preempted=tuple(self.preempted),
+            preemptions=tuple(self.preemptions),
+            obstacle=self.obstacle,
             num_decode_tokens=self.num_decode,
             num_recomputed_tokens=self.num_recomputed,
         )
@@ -149,7 +150,7 @@ class Scheduler:
                 kept=frozenset(found.shared),
             )
             for victim in victims:
-                self._preempt(victim, draft)
+                self._preempt(victim, draft, PreemptionCause.LANE, head.sequence)
             found = self._memory.find(head.sequence)  # what the victims had is not held any more
             if self._obstacle_to(head.sequence, found) is not None:
                 return
@@ -224,7 +225,7 @@ class Scheduler:
         """Give `sequence`, at `index`, blocks for what it knows; False if it had to step back itself."""
         while not self._memory.grow(sequence):
             victim = first_victim(self.roster.running[index + 1 :], self._memory) or sequence
-            self._preempt(victim, draft)
+            self._preempt(victim, draft, PreemptionCause.MEMORY, sequence)
             if victim is sequence:
                 return False
         return True
@@ -246,10 +247,18 @@ class Scheduler:
         draft.joined.append(newcomer.head.sequence.sequence_id)
         draft.newcomer = None
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: _Draft, cause: PreemptionCause, taker: Sequence) -> None:
         draft.copies = [copy for copy in draft.copies if copy.target not in sequence.block_ids]
+        preemption = Preemption(
+            sequence_id=sequence.sequence_id,
+            cause=cause,
+            in_favour_of=taker.sequence_id,
+            lane=sequence.lane,
+            num_lost_tokens=self._memory.loss(sequence),
+            num_blocks=len(sequence.block_ids),
+        )
         self.roster.preempt(sequence)
-        draft.preempted.append(sequence.sequence_id)
+        draft.preemptions.append(preemption)
         draft.obstacle = Obstacle(hold=Hold.PREEMPTION, sequence_id=sequence.sequence_id)
 
     def _take_token(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> Output:
