@@ -113,7 +113,7 @@ class AdmissionController:
         self._ledger.reserve(claim, owner, now_ns)
         if permit.request_id not in self._permits:
             self._permits[permit.request_id] = permit
-            need = Need(sequences=permit.num_sequences, kv_tokens=permit.reserved_tokens)
+            need = Need(lane=permit.lane, sequences=permit.num_sequences, kv_tokens=permit.reserved_tokens)
             gate.capacity.commit(permit.request_id, need)
 
     def renew(self, owner: str, now_ns: int) -> None:
@@ -226,14 +226,14 @@ class AdmissionController:
                     yield self._never_fits(gate, waiter, now_ns)
 
     def _grant_head(self, gate: ModelGate, now_ns: int) -> Permit:
-        waiter = gate.pass_head()
-        ask = waiter.ask
+        passed = gate.pass_head()
+        waiter, ask = passed.waiter, passed.waiter.ask
         del self._waiting[ask.request_id]
         permit = Permit(
             request_id=ask.request_id,
             tenant=ask.tenant,
             model=ask.model,
-            lane=ask.lane,
+            lane=passed.lane,
             prompt_tokens=ask.prompt_tokens,
             reserved_tokens=waiter.tokens,
             status=self._status(waiter, now_ns),
@@ -267,8 +267,8 @@ class AdmissionController:
         return self._latest_ns
 
 
-_identity = attrgetter("tenant", "model", "lane", "prompt_tokens", "num_sequences")
-"""What two messages about one request must agree in, asks and permits alike."""
+_identity = attrgetter("tenant", "model", "prompt_tokens", "num_sequences")
+"""What two messages about one request must agree in, asks and permits alike. A permit's lane may be a higher one."""
 
 
 def _claim(waiter: Waiter) -> Claim:

@@ -154,6 +154,7 @@ class Permit:
     tenant: str
     model: str
     lane: Lane
+    """The one to run in: that of the ask, or a higher one if the request has waited long."""
     prompt_tokens: int
     reserved_tokens: int
     """The prompt and the output that was asked for or expected."""

@@ -7,6 +7,11 @@ commit: a slot for each sequence, and the KV tokens of the whole request, so tha
 A sum may fit where no single replica does, when the free memory lies in pieces. Admission accepts that: it decides
 before placement, and the replica stays the authority on its own memory and lets a sequence wait in its own queue.
 
+A request takes from lower lanes: the replica lets a sequence of a higher lane displace running ones of lower lanes
+(see `engine.preemption`), which go on later. So what is promised to lower lanes does not stand in the way of a higher
+one, and the promises to each lane and those above it, not to all lanes, are no more than there is. A request that age
+has lifted runs in the higher lane, and is safe there; but it displaces nobody, or equals would displace one another.
+
 No request is promised more than there is. One that wants more, of slots or of memory, gets all there is and runs alone:
 its sequences take turns in the replicas' own queues, and an output that fills the memory ends there. Only a request of
 which a single prompt is larger than the memory of every replica is refused, for it could never begin.
@@ -17,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from cluster.api import Lane
 from cluster.rate_window import NS_PER_S
 
 REPLICA_LEASE_NS = 30 * NS_PER_S
@@ -33,19 +39,31 @@ class Fit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a request wants. `indivisible_tokens` of its `kv_tokens` must fit into one replica for it to run at all."""
+    """What a request wants, to run in `lane`. `indivisible_tokens` of its `kv_tokens` must fit into one replica for it
+    to run at all. `displaces`: whether what lower lanes have been promised counts as free for it."""
 
+    lane: Lane
     sequences: int
     kv_tokens: int
     indivisible_tokens: int = 0
+    displaces: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Promise:
     """What one permit commits."""
 
+    lane: Lane
     slots: int
     kv_tokens: int
+
+
+@dataclass(slots=True)
+class Promised:
+    """What the permits of some lanes commit, in sum."""
+
+    slots: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +79,7 @@ class ModelCapacity:
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
         self._committed: dict[str, _Promise] = {}
-        self.committed_slots = 0
-        self.committed_kv_tokens = 0
+        self._lanes = {lane: Promised() for lane in Lane}
         self.slots = 0
         self.kv_tokens = 0
         self.largest_kv_tokens = 0
@@ -71,6 +88,14 @@ class ModelCapacity:
     @property
     def replicas(self) -> int:
         return len(self._reports)
+
+    @property
+    def committed_slots(self) -> int:
+        return self.promised_down_to(Lane.BATCH).slots
+
+    @property
+    def committed_kv_tokens(self) -> int:
+        return self.promised_down_to(Lane.BATCH).kv_tokens
 
     @property
     def permits(self) -> int:
@@ -99,36 +124,47 @@ class ModelCapacity:
         if self._reports and need.indivisible_tokens > self.largest_kv_tokens:
             return Fit.NEVER
         promise = self._promise(need)
-        has_slots = self.committed_slots + promise.slots <= self.slots
-        return Fit.NOW if has_slots and self.committed_kv_tokens + promise.kv_tokens <= self.kv_tokens else Fit.LATER
+        in_the_way = self.promised_down_to(need.lane if need.displaces else Lane.BATCH)
+        has_slots = in_the_way.slots + promise.slots <= self.slots
+        return Fit.NOW if has_slots and in_the_way.kv_tokens + promise.kv_tokens <= self.kv_tokens else Fit.LATER
+
+    def promised_down_to(self, lane: Lane) -> Promised:
+        """What `lane` and those above it have been promised."""
+        above = [promised for each, promised in self._lanes.items() if each <= lane]
+        return Promised(
+            slots=sum(promised.slots for promised in above), kv_tokens=sum(promised.kv_tokens for promised in above)
+        )
 
     def commit(self, request_id: str, need: Need) -> None:
         """Promise a request what it needs, whether it fits or not."""
         assert request_id not in self._committed, f"{request_id!r} is committed already"
         promise = self._committed[request_id] = self._promise(need)
-        self.committed_slots += promise.slots
-        self.committed_kv_tokens += promise.kv_tokens
+        self._lanes[promise.lane].slots += promise.slots
+        self._lanes[promise.lane].kv_tokens += promise.kv_tokens
 
     def release(self, request_id: str) -> None:
         """Take the promise back. Raises KeyError if there is none."""
         promise = self._committed.pop(request_id)
-        self.committed_slots -= promise.slots
-        self.committed_kv_tokens -= promise.kv_tokens
+        self._lanes[promise.lane].slots -= promise.slots
+        self._lanes[promise.lane].kv_tokens -= promise.kv_tokens
 
     def check_integrity(self, permits: set[str]) -> None:
         """Assert that exactly `permits` are committed, and that the sums are right."""
         assert set(self._committed) == permits
-        assert self.committed_slots == sum(promise.slots for promise in self._committed.values())
-        assert self.committed_kv_tokens == sum(promise.kv_tokens for promise in self._committed.values())
+        for lane, promised in self._lanes.items():
+            promises = [promise for promise in self._committed.values() if promise.lane is lane]
+            assert promised.slots == sum(promise.slots for promise in promises)
+            assert promised.kv_tokens == sum(promise.kv_tokens for promise in promises)
         assert self.slots == sum(report.slots for report in self._reports.values())
         assert self.kv_tokens == sum(report.kv_tokens for report in self._reports.values())
 
     def _promise(self, need: Need) -> _Promise:
         """What the request wants, but no more than there is; a single sequence runs in a single replica."""
         if not self._reports:
-            return _Promise(slots=need.sequences, kv_tokens=need.kv_tokens)
+            return _Promise(lane=need.lane, slots=need.sequences, kv_tokens=need.kv_tokens)
         memory = self.largest_kv_tokens if need.sequences == 1 else self.kv_tokens
-        return _Promise(slots=min(need.sequences, max(1, self.slots)), kv_tokens=min(need.kv_tokens, memory))
+        slots = min(need.sequences, max(1, self.slots))
+        return _Promise(lane=need.lane, slots=slots, kv_tokens=min(need.kv_tokens, memory))
 
     def _sum_up(self) -> None:
         reports = self._reports.values()

@@ -134,6 +134,11 @@ class FairQueue:
                 place.lane, place.entered_ns = Lane(lane - 1), now_ns
                 self._lanes[place.lane].enter(place)
 
+    def lane_of(self, waiter: Waiter) -> Lane:
+        """The lane that a waiter has been lifted to; of one that does not wait here yet, the one it asked for."""
+        place = self._places.get(waiter.ask.request_id)
+        return place.lane if place else waiter.ask.lane
+
     def oldest(self) -> Waiter | None:
         """Who has waited longest."""
         return next(iter(self._places.values())).waiter if self._places else None

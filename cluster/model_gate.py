@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.api import ModelSnapshot, QueuePolicy
+from cluster.api import Lane, ModelSnapshot, QueuePolicy
 from cluster.capacity import Fit, ModelCapacity, Need
 from cluster.fair_queue import FairQueue, Waiter
 from cluster.rate_window import NS_PER_S
@@ -20,6 +20,14 @@ class FullQueue:
     wait_ns: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Who may run, and in which lane: the one that it named, or a higher one if it has waited long."""
+
+    waiter: Waiter
+    lane: Lane
+
+
 class ModelGate:
     """Where requests for one model wait and pass. Its parts are public: the controller speaks to them directly."""
 
@@ -31,7 +39,7 @@ class ModelGate:
 
     def fit(self, waiter: Waiter) -> Fit:
         """Whether the request could run, leaving aside who else waits."""
-        return self.capacity.fit(_need(waiter))
+        return self.capacity.fit(self._need(waiter))
 
     def full(self, waiter: Waiter, now_ns: int) -> FullQueue | None:
         """Why `waiter` may not join the queue; None if it may, or need not because it can pass at once."""
@@ -51,11 +59,14 @@ class ModelGate:
         """Whether it is the turn of `waiter`, and it fits."""
         return self.queue.head() is waiter and self.fit(waiter) is Fit.NOW
 
-    def pass_head(self) -> Waiter:
+    def pass_head(self) -> Passed:
         """Let the head of the queue through, whether it fits or not, and commit what it needs."""
-        waiter = self.queue.pop()
-        self.capacity.commit(waiter.ask.request_id, _need(waiter))
-        return waiter
+        waiter = self.queue.head()
+        assert waiter is not None, "nobody waits"
+        need = self._need(waiter)
+        self.queue.pop()
+        self.capacity.commit(waiter.ask.request_id, need)
+        return Passed(waiter=waiter, lane=need.lane)
 
     def snapshot(self) -> ModelSnapshot:
         """The counts now."""
@@ -71,8 +82,14 @@ class ModelGate:
             committed_kv_tokens=capacity.committed_kv_tokens,
         )
 
-
-def _need(waiter: Waiter) -> Need:
-    """What the request reserves is what it needs: prompts once each, and the outputs."""
-    ask = waiter.ask
-    return Need(sequences=ask.num_sequences, kv_tokens=waiter.tokens, indivisible_tokens=ask.indivisible_tokens)
+    def _need(self, waiter: Waiter) -> Need:
+        """What the request reserves is what it needs: prompts once each, and the outputs."""
+        ask = waiter.ask
+        lane = self.queue.lane_of(waiter)
+        return Need(
+            lane=lane,
+            sequences=ask.num_sequences,
+            kv_tokens=waiter.tokens,
+            indivisible_tokens=ask.indivisible_tokens,
+            displaces=lane is ask.lane,
+        )

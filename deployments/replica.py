@@ -38,7 +38,7 @@ def num_slots(max_num_seqs: int) -> int:
 
 def max_ongoing_requests(max_num_seqs: int) -> int:
     """Serve's bound on calls in a replica: well above what admission lets in, with room for cancels and statistics."""
-    return 2 * num_slots(max_num_seqs) + 64
+    return 3 * num_slots(max_num_seqs) + 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

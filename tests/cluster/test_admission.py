@@ -406,9 +406,36 @@ def test_models_do_not_wait_for_each_other() -> None:
     permit(door.submit(ask("t", model="n"), OWNER, 0))
 
 
+def test_what_lower_lanes_were_promised_does_not_keep_a_higher_one_waiting() -> None:
+    door = controller(tenant("a"), tenant("b"), slots=2)
+    for name in ("low-0", "low-1"):
+        permit(door.submit(ask(name, "a", lane=Lane.BATCH), OWNER, 0))
+    assert isinstance(door.submit(ask("low-2", "a", lane=Lane.BATCH), OWNER, 0), Queued)
+    for name in ("high-0", "high-1"):
+        permit(door.submit(ask(name, "b", lane=Lane.INTERACTIVE), OWNER, 0))
+    assert isinstance(door.submit(ask("high-2", "b", lane=Lane.INTERACTIVE), OWNER, 0), Queued)
+    door.close("low-0", used(10, 10), 0)
+    assert door.dispatch(0) == []  # a place of the lower lane is none for the higher
+    door.close("high-0", used(10, 10), 0)
+    assert ids(door.dispatch(0)) == ["high-2"]
+
+
+def test_age_lifts_in_the_queue_but_displaces_nobody() -> None:
+    door = controller(tenant("a"), tenant("b"), slots=1, policy=QueuePolicy(aging_s=10, max_wait_s=60))
+    permit(door.submit(ask("running", "a", lane=Lane.BATCH), OWNER, 0))
+    door.submit(ask("patient", "a", lane=Lane.BATCH), OWNER, 0)
+    for second in (10, 20, 30):
+        assert door.dispatch(second * S) == []
+    door.close("running", used(10, 10), 30 * S)
+    (granted,) = door.dispatch(30 * S)
+    assert permit(granted).lane is Lane.INTERACTIVE  # and nobody of that lane displaces it
+    assert door.submit(ask("patient", "a", lane=Lane.BATCH), OWNER, 30 * S) == granted
+    assert isinstance(door.submit(ask("high", "b", lane=Lane.INTERACTIVE), OWNER, 30 * S), Queued)
+
+
 def test_aged_request_passes_a_flood_of_a_higher_lane() -> None:
     door = controller(tenant("a"), tenant("b"), slots=1, policy=QueuePolicy(aging_s=10, max_wait_s=60))
-    permit(door.submit(ask("running", "b"), OWNER, 0))
+    permit(door.submit(ask("running", "b", lane=Lane.INTERACTIVE), OWNER, 0))
     door.submit(ask("patient", "a", lane=Lane.BATCH), OWNER, 0)
     running, granted_at = "running", {}
     for second in range(40):
@@ -579,7 +606,7 @@ def test_clock_that_goes_back_stands_still() -> None:
 
 def test_snapshot_counts_by_lane_and_tenant() -> None:
     door = controller(slots=1, kv_tokens=500)
-    door.submit(ask("r", "a"), OWNER, 0)
+    door.submit(ask("r", "a", lane=Lane.INTERACTIVE), OWNER, 0)
     door.submit(ask("s", "a", lane=Lane.BATCH), OWNER, 0)
     door.submit(ask("t", "b", lane=Lane.BATCH), OWNER, 0)
     door.submit(ask("u", "b", lane=Lane.BATCH), OWNER, 0)

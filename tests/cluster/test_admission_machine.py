@@ -222,9 +222,10 @@ class AdmissionMachine(RuleBasedStateMachine):
         known = self.open[permit.request_id]
         assert known.permit is None
         self.open[permit.request_id] = replace(known, permit=permit)
-        model = next(each for each in self.door.snapshot(self.now_ns).models if each.model == permit.model)
-        assert model.committed_slots <= model.slots
-        assert model.committed_kv_tokens <= model.kv_tokens
+        capacity = self.door._gates[permit.model].capacity
+        promised = capacity.promised_down_to(permit.lane)
+        assert promised.slots <= capacity.slots
+        assert promised.kv_tokens <= capacity.kv_tokens
 
     def _settle(self, request_id: str, usage: Usage | None) -> None:
         known = self.open.pop(request_id)

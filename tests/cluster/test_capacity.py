@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.api import Lane
 from cluster.capacity import REPLICA_LEASE_NS, Fit, ModelCapacity, Need
 
 
@@ -14,8 +15,8 @@ def capacity(*replicas: tuple[int, int]) -> ModelCapacity:
     return made
 
 
-def need(kv_tokens: int, *, prompt: int = 0, sequences: int = 1) -> Need:
-    return Need(sequences=sequences, kv_tokens=kv_tokens, indivisible_tokens=prompt)
+def need(kv_tokens: int, *, prompt: int = 0, sequences: int = 1, lane: Lane = Lane.STANDARD) -> Need:
+    return Need(lane=lane, sequences=sequences, kv_tokens=kv_tokens, indivisible_tokens=prompt)
 
 
 def test_replicas_add_up() -> None:
@@ -31,6 +32,21 @@ def test_slots_bind() -> None:
     assert model.fit(need(10)) is Fit.LATER
     model.release("r")
     assert model.fit(need(10)) is Fit.NOW
+
+
+def test_promises_to_lower_lanes_are_not_in_the_way_of_who_may_displace_them() -> None:
+    model = capacity((2, 1000))
+    model.commit("batch", need(900, sequences=2, lane=Lane.BATCH))
+    assert model.fit(need(100, lane=Lane.BATCH)) is Fit.LATER
+    assert model.fit(need(1000, sequences=2, lane=Lane.STANDARD)) is Fit.NOW
+    lifted = Need(lane=Lane.INTERACTIVE, sequences=1, kv_tokens=10, displaces=False)
+    assert model.fit(lifted) is Fit.LATER
+    model.commit("standard", need(1000, sequences=2, lane=Lane.STANDARD))
+    assert model.fit(need(1, lane=Lane.STANDARD)) is Fit.LATER
+    assert model.fit(need(1, lane=Lane.INTERACTIVE)) is Fit.NOW
+    assert (model.committed_slots, model.committed_kv_tokens) == (4, 1900)
+    model.release("batch")
+    assert model.fit(need(100, lane=Lane.BATCH)) is Fit.LATER
 
 
 def test_every_sequence_takes_a_slot() -> None:
