@@ -21,6 +21,7 @@ from engine.intake import ModelFacts
 from engine.memory import MemoryPlan, kv_bytes_per_token, plan_memory
 from engine.models.shape import ModelShape, read_config, shape_of
 from engine.models.weights import load_decoder
+from engine.recorder import open_recorder
 from engine.runner import Runner, allocate_cache
 from engine.scheduler import build_scheduler
 from engine.simulated import SimulatedExecutor
@@ -55,7 +56,8 @@ def build_engine(config: EngineConfig) -> Engine:
         weight_bytes=plan.weight_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
     )
-    engine = Engine(build_scheduler(config, plan.num_blocks), executor, facts, time.monotonic)
+    recorder = open_recorder(config, plan.num_blocks, facts)
+    engine = Engine(build_scheduler(config, plan.num_blocks), executor, facts, time.monotonic, recorder)
     logger.info("%s: %s", Path(config.model).name, describe_memory(engine.stats()))
     return engine
 

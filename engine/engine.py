@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from engine.api import (
 )
 from engine.intake import ModelFacts, refuse_impossible
 from engine.plan import StepPlan, StepResult
+from engine.records import Added, Cancelled, Ended, Event, HandedBack, Step, StepTimes
 from engine.scheduler import Output, Scheduler
 from engine.sequence import Sequence, sequence_id
 
@@ -39,14 +40,17 @@ class Executor(Protocol):
         """Give back memory and processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
-    """When the parts of a step ended, on the engine's clock."""
+class Recorder(Protocol):
+    """Who writes down what the engine is told, and what it does. Never raises."""
 
-    started: float
-    scheduled: float
-    executed: float
-    committed: float
+    def note(self, event: Event) -> None:
+        """Something came in between two steps."""
+
+    def step(self, step: Step) -> None:
+        """A step is over."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,15 +65,23 @@ class _Deadline:
 class Engine:
     """Schedule, execute, commit. All methods but `check_request` and the snapshots belong to the engine thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, facts: ModelFacts, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        facts: ModelFacts,
+        clock: Callable[[], float],
+        recorder: Recorder | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._roster = scheduler.roster
         self._memory = scheduler.roster.memory
         self._executor = executor
         self._facts = facts
         self._clock = clock
+        self._recorder = recorder
         self._deadlines: list[_Deadline] = []
-        self._left: list[str] = []
+        self._cut_off: list[Ended] = []
         self._steps: deque[StepSummary] = deque(maxlen=STEPS_KEPT)
         self._num_sequences = 0
         self._num_steps = 0
@@ -100,7 +112,7 @@ class Engine:
         result = self._executor.execute(plan) if plan.chunks else StepResult(token_ids=[])
         executed = self._clock()
         committed = self._scheduler.commit(plan, result)
-        times = _Times(started=started, scheduled=scheduled, executed=executed, committed=self._clock())
+        times = StepTimes(started=started, scheduled=scheduled, executed=executed, committed=self._clock())
         self._account(plan, result, committed, times)
         return outputs + committed
 
@@ -111,6 +123,8 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Let a checked request wait for its slots."""
         now = self._clock()
+        if self._recorder is not None:
+            self._recorder.note(Added(at_s=now, request=request))
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
         choices = []
@@ -132,12 +146,18 @@ class Engine:
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Output]:
         """End the open sequences of a request, or that of one choice, now. They may just have ended by themselves."""
+        if self._recorder is not None:
+            self._recorder.note(Cancelled(at_s=self._clock(), request_id=request_id, index=index))
         found = [each for each in self._roster.sequences if each.request_id == request_id]
         return self._end([each for each in found if index in (None, each.index)], FinishReason.CANCELLED)
 
     def hand_back(self) -> list[Output]:
         """End every open request, for another engine to go on with."""
-        return self._end(self._roster.sequences, FinishReason.HANDED_BACK)
+        sequences = self._roster.sequences
+        if self._recorder is not None:
+            names = tuple(each.sequence_id for each in sequences)
+            self._recorder.note(HandedBack(at_s=self._clock(), sequence_ids=names))
+        return self._end(sequences, FinishReason.HANDED_BACK)
 
     def explain(self, request_id: str) -> list[Explanation]:
         """Why the open sequences of a request wait or run."""
@@ -148,8 +168,10 @@ class Engine:
         self._roster.check_integrity()
 
     def close(self) -> None:
-        """Give back what the executor holds."""
+        """Give back what the executor holds, and end the record."""
         self._executor.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def stats(self) -> EngineStats:
         """The present counts; may be read from another thread, where it can be one step old."""
@@ -193,12 +215,12 @@ class Engine:
         outputs = []
         for sequence in sequences:
             self._roster.finish(sequence, reason)
-            self._left.append(sequence.sequence_id)
+            self._cut_off.append(Ended(sequence_id=sequence.sequence_id, reason=reason))
             delta = TokenDelta(index=sequence.index, finish_reason=reason)
             outputs.append(Output(request_id=sequence.request_id, delta=delta))
         return outputs
 
-    def _account(self, plan: StepPlan, result: StepResult, outputs: list[Output], times: _Times) -> None:
+    def _account(self, plan: StepPlan, result: StepResult, outputs: list[Output], times: StepTimes) -> None:
         num_running = len(self._roster.running)
         num_idle = self._roster.batching.num_idle_slots(num_running)
         self._num_steps += 1
@@ -206,22 +228,29 @@ class Engine:
         self._num_recomputed_tokens += plan.num_recomputed_tokens
         self._num_padding_tokens += result.num_padding_tokens
         self._num_idle_slot_steps += num_idle
-        ended = [output for output in outputs if output.delta.finish_reason is not None]
-        left = (*self._left, *(sequence_id(output.request_id, output.delta.index) for output in ended))
-        self._left.clear()
-        self._steps.append(
-            StepSummary(
-                step=self._num_steps,
-                joined=plan.joined,
-                left=left,
-                preempted=plan.preempted,
-                num_running=num_running,
-                num_waiting=self._roster.num_open - num_running,
-                num_idle_slots=num_idle,
-                tokens=token_account(plan, self._scheduler.limits.max_num_batched_tokens, result.num_padding_tokens),
-                places=place_account(self._memory.pool, self._roster.running),
-                schedule_s=times.scheduled - times.started,
-                execute_s=times.executed - times.scheduled,
-                commit_s=times.committed - times.executed,
-            )
+        cut_off, ended = tuple(self._cut_off), tuple(_ended(outputs))
+        self._cut_off.clear()
+        summary = StepSummary(
+            step=self._num_steps,
+            joined=plan.joined,
+            left=tuple(each.sequence_id for each in cut_off + ended),
+            preempted=plan.preempted,
+            num_running=num_running,
+            num_waiting=self._roster.num_open - num_running,
+            num_idle_slots=num_idle,
+            tokens=token_account(plan, self._scheduler.limits.max_num_batched_tokens, result.num_padding_tokens),
+            places=place_account(self._memory.pool, self._roster.running),
+            schedule_s=times.scheduled - times.started,
+            execute_s=times.executed - times.scheduled,
+            commit_s=times.committed - times.executed,
         )
+        self._steps.append(summary)
+        if self._recorder is not None:
+            step = Step(plan=plan, result=result, summary=summary, cut_off=cut_off, ended=ended, times=times)
+            self._recorder.step(step)
+
+
+def _ended(outputs: list[Output]) -> Iterator[Ended]:
+    for output in outputs:
+        if (reason := output.delta.finish_reason) is not None:
+            yield Ended(sequence_id=sequence_id(output.request_id, output.delta.index), reason=reason)
