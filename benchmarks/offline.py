@@ -11,20 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.conditions import conditions
 from deployments.home import roulant_home
 from deployments.models import DEFAULT_MODEL, model_path, pull
 from engine.api import GenerateRequest, SamplingParams
@@ -73,7 +71,7 @@ def finish(engine: Engine) -> list[int]:
     decoding = []
     while engine.has_work:
         engine.step()
-        decoding.append(engine.recent_steps()[-1].num_decode_tokens)
+        decoding.append(engine.recent_steps()[-1].tokens.decode)
     return decoding
 
 
@@ -98,22 +96,6 @@ def measure(config: EngineConfig, requests: Sequence[GenerateRequest]) -> Run:
         mean_decoding=statistics.mean(decoding),
         padding_tokens=stats.num_padding_tokens,
     )
-
-
-def conditions(arguments: argparse.Namespace) -> dict[str, object]:
-    """What a reader must know before the figures."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "model": DEFAULT_MODEL,
-        "dtype": arguments.dtype,
-        "device": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "requests": arguments.requests,
-        "seed": arguments.seed,
-        "repeats": arguments.repeats,
-    }
 
 
 def report(told: dict[str, object], runs: Sequence[Run]) -> None:
@@ -166,7 +148,8 @@ def main() -> None:
         )
         for slots in track(rounds, description="runs", console=Console(stderr=True))
     ]
-    report(conditions(arguments), runs)
+    settings = {name: getattr(arguments, name) for name in ("dtype", "requests", "seed", "repeats")}
+    report(conditions(model=DEFAULT_MODEL, **settings), runs)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def _show_to_people(question: Question, answer: _Answer) -> None:
         table.add_row("parameters", f"{size.num_parameters:,}")
         table.add_row("weights", f"{size.weight_bytes / GIB:.2f} GiB{each}")
     table.add_row("KV cache", kv_cache)
-    request_bytes = -(-answer.context // answer.block_size) * answer.block_size * size.kv_bytes_per_token
-    table.add_row("a request", f"{request_bytes / GIB:.2f} GiB{each} at {answer.context:,} tokens")
+    request_gib = answer.context * size.kv_bytes_per_token / GIB
+    table.add_row("a request", f"{request_gib:.2f} GiB{each} at {answer.context:,} tokens")
     if answer.fit is not None:
         fit = answer.fit
         table.add_row("memory", f"{question.memory_gib:g} GiB{each}, {fit.kv_bytes / GIB:.2f} of it for the KV cache")

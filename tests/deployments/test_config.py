@@ -150,7 +150,7 @@ def test_every_replica_records_to_a_file_of_its_own() -> None:
     [
         (EngineSection(), 8192),
         (EngineSection(max_model_len=1000), 1000),
-        (EngineSection(num_kv_blocks=512), 8192),
+        (EngineSection(num_kv_blocks=513), 8192),
         (EngineSection(num_kv_blocks=511), 511 * 16),
         (EngineSection(num_kv_blocks=100, block_size=8, max_model_len=1000), 800),
     ],
