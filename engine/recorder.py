@@ -115,12 +115,9 @@ class FileRecorder:
                 f"record_max_bytes is {self._max_bytes}, but the first line alone takes {self._num_bytes}; raise it"
             )
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO | None = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
-            self._file.write(first_line)
-            self._file.flush()
+            self._file: BinaryIO | None = _begin_file(Path(path), first_line)
         except OSError as error:
-            raise ConfigError(f"record_steps: {path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"record_steps: {path} cannot be written: {error}") from error
         logger.warning("every step is recorded in %s, with all prompts as token ids", path)
 
     def note(self, event: Event) -> None:
@@ -163,6 +160,20 @@ def open_recorder(config: EngineConfig, num_blocks: int, facts: ModelFacts) -> F
     if config.record_steps is None:
         return None
     return FileRecorder(config.record_steps, Header(config=config, num_blocks=num_blocks, facts=facts))
+
+
+def _begin_file(path: Path, first_line: bytes) -> BinaryIO:
+    """A new file that only its owner may read, in a folder that is made if need be. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 - it stays open as long as the engine
+    try:
+        file.write(first_line)
+        file.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
+    return file
 
 
 def encode(record: Record) -> bytes:
