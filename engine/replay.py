@@ -202,7 +202,7 @@ def _summary(replay: Replay, reader: RecordReader) -> Iterator[str]:
         f"{stats.num_prompt_tokens:,} prompt tokens, {stats.num_cached_tokens:,} cached, "
         f"{stats.num_recomputed_tokens:,} computed again, {stats.num_generated_tokens:,} generated"
     )
-    yield ", ".join(f"{what} {count:,}" for what, count in sorted(replay.happened.items())) or "nobody ended"
+    yield ", ".join(f"{what} {count:,}" for what, count in sorted(replay.happened.items()) if count) or "nobody ended"
     if stats.num_running or stats.num_waiting:
         yield f"at the end of the record {stats.num_running} ran and {stats.num_waiting} waited"
     yield "identical: every decision is the recorded one"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import Choice, FinishReason
-from engine.config import ConfigError
+from engine.config import ConfigError, PrefixCache
 from engine.hold import Hold, Obstacle
 from engine.plan import BlockCopy, Preemption, PreemptionCause
 from engine.record_reader import RecordReader
@@ -89,6 +89,16 @@ def test_a_preemption_for_want_of_memory_names_who_needed_the_block(tmp_path: Pa
         num_lost_tokens=5,
         num_blocks=2,
     )
+
+
+def test_who_joins_again_is_recorded_with_all_of_its_blocks(tmp_path: Path) -> None:
+    run = Recorded.start(tmp_path / "steps.jsonl", num_blocks=5, prefix_cache=PrefixCache.OFF)
+    run.engine.add(request("low", num_prompt=9, lane=2, sampling=sampling(3, ignore_eos=True)))
+    run.engine.step()
+    run.engine.add(request("high", num_prompt=16, lane=0, sampling=sampling(1)))
+    run_to_end(run.engine)
+    first, again = (step for step in steps(run.records()) if "low" in step.joined)
+    assert (len(first.chunks[0].new_block_ids), len(again.chunks[0].new_block_ids)) == (3, 3)
 
 
 def test_a_record_says_what_keeps_the_head_of_the_queue_out(tmp_path: Path) -> None:
@@ -193,7 +203,7 @@ def test_a_disk_that_fills_up_ends_the_record_and_not_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Recorded.start(tmp_path / "steps.jsonl")
-    full_disk = Path("/dev/full").open("wb")
+    full_disk = Path("/dev/full").open("wb")  # noqa: SIM115
     recorder = run.engine._recorder
     recorder._file.close()  # type: ignore[union-attr]
     recorder._file = full_disk  # type: ignore[union-attr]
