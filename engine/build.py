@@ -88,7 +88,14 @@ def _load(
         max_model_len=max_model_len,
         free_bytes=free_memory(device),
     )
-    cache = allocate_cache(shape, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
+    cache = allocate_cache(
+        shape,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        dtype=dtype,
+        kv_dtype=config.kv_dtype,
+        device=device,
+    )
     return plan, InProcessExecutor(Runner(decoder, shape, reference_attention, cache, plan.block_size))
 
 

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.batch import Attention, LayerCache, build_batch
+from engine.api import PositionLogprobs
+from engine.attention.batch import Attention, build_batch
+from engine.attention.cache import Int8Pages, LayerCache, Pages, PlainPages
+from engine.config import KvDtype
+from engine.logprobs import score
 from engine.models.decoder import Decoder
 from engine.models.shape import ModelShape
-from engine.plan import StepPlan, StepResult
+from engine.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sampler import sample
+
+ROWS_SCORED_AT_ONCE = 64
+"""Bounds the scores of a prompt, [rows, vocab], to some megabytes."""
 
 
 def allocate_cache(
-    shape: ModelShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, kv_dtype: KvDtype, device: torch.device
 ) -> list[LayerCache]:
     """The KV cache of all layers, zeroed."""
     size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-    layers = range(shape.num_layers)
-    return [LayerCache(keys=_zeros(size, dtype, device), values=_zeros(size, dtype, device)) for _ in layers]
+
+    def pages() -> Pages:
+        if kv_dtype is KvDtype.AUTO:
+            return PlainPages(_zeros(size, dtype, device))
+        return Int8Pages(_zeros(size, torch.int8, device), _zeros(size[:-1], torch.float32, device), dtype)
+
+    return [LayerCache(keys=pages(), values=pages()) for _ in range(shape.num_layers)]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,13 +59,43 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute every chunk, and sample where a chunk ends at its sequence's last known token."""
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        self._copy(plan.copies)
         hidden = self._forward(plan)
-        if not sampling:
-            return StepResult(token_ids=[])
-        # Scores for the whole prompt are never computed: only the rows whose next token is wanted.
-        logits = self._decoder.logits(hidden[self._last_rows(plan)])
-        return StepResult(token_ids=sample(logits, sampling))
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        token_ids: list[int] = []
+        logprobs: tuple[PositionLogprobs | None, ...] = ()
+        if sampling:
+            # Scores for the whole prompt are never computed: only the rows whose next token is wanted.
+            logits = self._decoder.logits(hidden[self._last_rows(plan)])
+            token_ids = sample(logits, sampling)
+            logprobs = _logprobs(logits, token_ids, sampling)
+        return StepResult(token_ids=token_ids, logprobs=logprobs, scored=self._score_prompts(plan, hidden))
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        if not copies:
+            return
+        device = self._decoder.embed.weight.device
+        sources = torch.tensor([copy.source for copy in copies], device=device)
+        targets = torch.tensor([copy.target for copy in copies], device=device)
+        for layer in self._cache:
+            layer.keys.copy(sources, targets)
+            layer.values.copy(sources, targets)
+
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[tuple[PositionLogprobs, ...], ...]:
+        """What the model itself thinks of the prompts that want to know; nothing is adjusted."""
+        scored = []
+        begin = 0
+        for chunk in plan.chunks:
+            wanted, num_top = chunk.scored_token_ids, chunk.sampling.prompt_logprobs or 0
+            scores: list[PositionLogprobs] = []
+            for first in range(0, len(wanted), ROWS_SCORED_AT_ONCE):
+                token_ids = wanted[first : first + ROWS_SCORED_AT_ONCE]
+                rows = hidden[begin + first : begin + first + len(token_ids)]
+                scores += score(self._decoder.logits(rows), token_ids, num_top)
+            if wanted:
+                scored.append(tuple(scores))
+            begin += len(chunk.token_ids)
+        return tuple(scored)
 
     def _forward(self, plan: StepPlan) -> Tensor:
         device = self._decoder.embed.weight.device
@@ -77,3 +120,15 @@ class Runner:
             if chunk.samples:
                 rows.append(end - 1)
         return rows
+
+
+def _logprobs(logits: Tensor, token_ids: list[int], chunks: list[Chunk]) -> tuple[PositionLogprobs | None, ...]:
+    """The scores of the tokens just chosen, for the rows that want them; empty if none does. logits: [rows, vocab]."""
+    wanting = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+    if not wanting:
+        return ()
+    found: list[PositionLogprobs | None] = [None] * len(chunks)
+    num_top = max(chunks[row].sampling.logprobs or 0 for row in wanting)
+    for row, scores in zip(wanting, score(logits[wanting], [token_ids[row] for row in wanting], num_top), strict=True):
+        found[row] = replace(scores, top=scores.top[: chunks[row].sampling.logprobs])
+    return tuple(found)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from engine.penalties import adjust
 from engine.randomness import uniform
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.plan import Chunk
 
 GREEDY_BELOW = 1e-5
@@ -25,11 +26,9 @@ GREEDY_BELOW = 1e-5
 def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """The next token of each chunk.
 
-    logits: [chunks, vocab], float32; changed in place where tokens are banned.
+    logits: [chunks, vocab], float32; changed in place by bias, penalties and bans.
     """
-    for row, chunk in enumerate(chunks):
-        if chunk.banned_token_ids:
-            logits[row, list(chunk.banned_token_ids)] = float("-inf")
+    adjust(logits, chunks)
     token_ids: list[int] = logits.argmax(dim=-1).tolist()
     rows = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature >= GREEDY_BELOW]
     if rows:
@@ -41,7 +40,6 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
 
 def _sample_rows(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
     """Tokens of the rows that are not greedy. logits: [rows, vocab]."""
-    import torch
 
     def column(values: list[float]) -> torch.Tensor:  # [rows, 1]
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -65,8 +63,6 @@ def _sample_rows(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[int]:
 
 def _keep_top(probs: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
     """Zero all but the top-k, then all but the smallest set that holds top-p of what is left. probs: [rows, vocab]."""
-    import torch
-
     vocab = probs.shape[-1]
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     k = torch.tensor([min(chunk.sampling.top_k or vocab, vocab) for chunk in chunks], device=probs.device)[:, None]

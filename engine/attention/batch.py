@@ -1,4 +1,4 @@
-"""What every attention backend is given: the ragged batch, and one layer's part of the paged KV cache.
+"""What every attention backend is given: the ragged batch.
 
 A *slot* here is the place of one token in the cache: slot ``s`` is offset ``s % block_size`` of block
 ``s // block_size``. (Slots of the batch are the scheduler's word; this module only knows places in memory.)
@@ -13,15 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.cache import LayerCache
 from engine.plan import Chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCache:
-    """Keys and values of one layer. Both: [num_blocks, block_size, kv_heads, head_dim]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

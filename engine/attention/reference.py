@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.batch import AttentionBatch, LayerCache, Segment
+from engine.attention.batch import AttentionBatch, Segment
+from engine.attention.cache import LayerCache, Pages
 
 
 def reference_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
     """See `engine.attention.batch.Attention`."""
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
-    cache.keys.view(-1, kv_heads, head_dim)[batch.new_slots] = key
-    cache.values.view(-1, kv_heads, head_dim)[batch.new_slots] = value
+    cache.keys.write(batch.new_slots, key)
+    cache.values.write(batch.new_slots, value)
     # [kv_heads, group, tokens, head_dim], so that a segment's rows are one slice
     packed = query.view(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     out = torch.empty_like(packed)
@@ -34,6 +35,6 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerC
     return out.permute(2, 0, 1, 3).reshape(tokens, heads * head_dim)
 
 
-def _context(blocks: Tensor, segment: Segment) -> Tensor:
-    """Gather what a segment attends to. blocks: [num_blocks, block_size, kv_heads, dim] -> [kv_heads, context, dim]."""
-    return blocks.index_select(0, segment.block_ids).flatten(0, 1)[: segment.context].transpose(0, 1)
+def _context(pages: Pages, segment: Segment) -> Tensor:
+    """Gather what a segment attends to: [kv_heads, context, head_dim]."""
+    return pages.read(segment.block_ids)[: segment.context].transpose(0, 1)
