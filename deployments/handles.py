@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from cluster.api import AdmissionSnapshot
 from deployments.replica import ReplicaReport
-from engine.api import EngineDeadError, EngineError, GenerateRequest, TokenDelta
+from engine.api import EngineDeadError, EngineError, Explanation, GenerateRequest, TokenDelta
 
 CALL_TIMEOUT_S = 2.0
 """For questions that a live replica answers at once."""
@@ -44,13 +44,22 @@ class ServeReplicas:
             # After the last delta this does nothing; before it, it raises CancelledError in the replica's generator.
             response.cancel()  # type: ignore[no-untyped-call]
 
-    async def cancel(self, model: str, request_id: str) -> int | None:
-        """End a request wherever it runs; returns its output tokens so far, None if no replica knows it.
+    async def cancel(self, model: str, request_id: str, index: int | None = None) -> int | None:
+        """End a request, or one of its choices, wherever it runs; returns its output tokens so far, None if no replica
+        knows it.
 
         All replicas are asked, because Serve does not tell which one it chose. Raises EngineDeadError if none answers.
         """
-        answers = await self._ask_all(model, "cancel", request_id)
+        answers = await self._ask_all(model, "cancel", request_id, index)
         return next((answer for answer in answers if answer is not None), None)
+
+    async def explain(self, model: str, request_id: str) -> list[Explanation]:
+        """Why the open sequences of a request wait or run; empty if no replica has any. All replicas are asked.
+
+        Raises EngineDeadError if none answers.
+        """
+        answers = await self._ask_all(model, "explain", request_id)
+        return [explanation for answer in answers for explanation in answer]
 
     async def is_ready(self) -> bool:
         """Whether every model has a replica that answers and that admission counts on."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 from deployments.admission_wire import AdmissionUnreachableError, CapacityReport
 from deployments.logs import log_to_stderr
 from deployments.loopback import serve_on_loopback_only
-from engine.api import Engine, EngineStats, GenerateRequest, StepSummary, TokenDelta, start_engine
+from engine.api import Engine, EngineStats, Explanation, GenerateRequest, StepSummary, TokenDelta, start_engine
 from engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,13 @@ class ModelReplica:
             async for delta in deltas:
                 yield delta
 
-    async def cancel(self, request_id: str) -> int | None:
+    async def cancel(self, request_id: str, index: int | None = None) -> int | None:
         """See `engine.api.Engine.cancel`."""
-        return await self._engine.cancel(request_id)
+        return await self._engine.cancel(request_id, index)
+
+    async def explain(self, request_id: str) -> list[Explanation]:
+        """See `engine.api.Engine.explain`."""
+        return await self._engine.explain(request_id)
 
     async def report(self, num_steps: int) -> ReplicaReport:
         """What operators ask: the engine's counts and its last `num_steps` steps, oldest first."""

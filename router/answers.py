@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -9,8 +10,15 @@ from pydantic import BaseModel
 
 from cluster.api import Usage
 from router.catalog import ServedModel
+from router.logprobs import ChatLogprobs, PromptLogprobs, Scores, TextLogprobs, prompt_logprobs
 
 FinishWord = Literal["stop", "length"]
+
+
+class PromptTokensDetails(BaseModel):
+    """How many of the prompt's tokens the prefix cache had; they are charged like the others."""
+
+    cached_tokens: int
 
 
 class UsageAnswer(BaseModel):
@@ -19,6 +27,7 @@ class UsageAnswer(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
     def of(cls, usage: Usage) -> UsageAnswer:
@@ -26,6 +35,7 @@ class UsageAnswer(BaseModel):
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
         )
 
 
@@ -36,9 +46,9 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    index: Literal[0] = 0
+    index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishWord
 
 
@@ -49,12 +59,13 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: PromptLogprobs = None
 
 
 class ChatChunkChoice(BaseModel):
-    index: Literal[0] = 0
+    index: int
     delta: dict[Literal["role", "content"], str]
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
 
 
@@ -68,10 +79,11 @@ class ChatChunk(BaseModel):
 
 
 class TextChoice(BaseModel):
-    index: Literal[0] = 0
+    index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishWord | None = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class TextCompletion(BaseModel):
@@ -134,6 +146,17 @@ class Head:
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeChoice:
+    """One choice from its beginning to its end. `scores` None: the client did not ask for log-probabilities."""
+
+    index: int
+    text: str
+    scores: Scores | None
+    finish_reason: FinishWord
+    prompt_scores: Scores
+
+
 Chunk = ChatChunk | TextCompletion
 
 
@@ -145,26 +168,39 @@ class ChatWording:
     def __init__(self, head: Head) -> None:
         self._head = head
 
-    def opening(self) -> Chunk | None:
-        """What a stream begins with, before any text."""
-        return self._chunk(ChatChunkChoice(delta={"role": "assistant", "content": ""}))
+    def opening(self, index: int) -> Chunk | None:
+        """What the stream of a choice begins with, before any text."""
+        return self._chunk(ChatChunkChoice(index=index, delta={"role": "assistant", "content": ""}))
 
-    def piece(self, text: str) -> Chunk:
+    def piece(self, index: int, text: str, scores: Scores = ()) -> Chunk:
         """Some text."""
-        return self._chunk(ChatChunkChoice(delta={"content": text}))
+        logprobs = ChatLogprobs.of(scores) if scores else None
+        return self._chunk(ChatChunkChoice(index=index, delta={"content": text}, logprobs=logprobs))
 
-    def end(self, finish_reason: FinishWord) -> Chunk:
-        """The end of the text."""
-        return self._chunk(ChatChunkChoice(delta={}, finish_reason=finish_reason))
+    def end(self, index: int, finish_reason: FinishWord) -> Chunk:
+        """The end of a choice."""
+        return self._chunk(ChatChunkChoice(index=index, delta={}, finish_reason=finish_reason))
 
     def count(self, usage: UsageAnswer) -> Chunk:
-        """The usage, after the end."""
+        """The usage, after the end of all."""
         return ChatChunk(**asdict(self._head), choices=[], usage=usage)
 
-    def whole(self, text: str, finish_reason: FinishWord, usage: UsageAnswer) -> BaseModel:
+    def whole(self, choices: Sequence[WholeChoice], usage: UsageAnswer) -> BaseModel:
         """The answer in one piece."""
-        choice = ChatChoice(message=ChatMessage(content=text), finish_reason=finish_reason)
-        return ChatCompletion(**asdict(self._head), choices=[choice], usage=usage)
+        return ChatCompletion(
+            **asdict(self._head),
+            choices=[
+                ChatChoice(
+                    index=choice.index,
+                    message=ChatMessage(content=choice.text),
+                    logprobs=None if choice.scores is None else ChatLogprobs.of(choice.scores),
+                    finish_reason=choice.finish_reason,
+                )
+                for choice in choices
+            ],
+            usage=usage,
+            prompt_logprobs=prompt_logprobs(choices[0].prompt_scores),
+        )
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         return ChatChunk(**asdict(self._head), choices=[choice])
@@ -178,21 +214,34 @@ class CompletionWording:
     def __init__(self, head: Head) -> None:
         self._head = head
 
-    def opening(self) -> Chunk | None:
+    def opening(self, index: int) -> Chunk | None:  # noqa: ARG002  # the other endpoint's needs it
         return None
 
-    def piece(self, text: str) -> Chunk:
-        return self._chunk(TextChoice(text=text))
+    def piece(self, index: int, text: str, scores: Scores = ()) -> Chunk:
+        logprobs = TextLogprobs.of(scores) if scores else None
+        return self._chunk(TextChoice(index=index, text=text, logprobs=logprobs))
 
-    def end(self, finish_reason: FinishWord) -> Chunk:
-        return self._chunk(TextChoice(text="", finish_reason=finish_reason))
+    def end(self, index: int, finish_reason: FinishWord) -> Chunk:
+        return self._chunk(TextChoice(index=index, text="", finish_reason=finish_reason))
 
     def count(self, usage: UsageAnswer) -> Chunk:
         return TextCompletion(**asdict(self._head), choices=[], usage=usage)
 
-    def whole(self, text: str, finish_reason: FinishWord, usage: UsageAnswer) -> BaseModel:
-        choice = TextChoice(text=text, finish_reason=finish_reason)
-        return TextCompletion(**asdict(self._head), choices=[choice], usage=usage)
+    def whole(self, choices: Sequence[WholeChoice], usage: UsageAnswer) -> BaseModel:
+        return TextCompletion(
+            **asdict(self._head),
+            choices=[
+                TextChoice(
+                    index=choice.index,
+                    text=choice.text,
+                    logprobs=None if choice.scores is None else TextLogprobs.of(choice.scores),
+                    finish_reason=choice.finish_reason,
+                    prompt_logprobs=prompt_logprobs(choice.prompt_scores),
+                )
+                for choice in choices
+            ],
+            usage=usage,
+        )
 
     def _chunk(self, choice: TextChoice) -> TextCompletion:
         return TextCompletion(**asdict(self._head), choices=[choice])

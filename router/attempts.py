@@ -1,18 +1,19 @@
-"""The tokens of one request, whichever replicas they come from.
+"""The tokens of one prompt's choices, whichever replicas they come from.
 
-A replica that dies takes its open streams along. Sampling is keyed by (seed, position), so another replica that is
-given the prompt and the tokens so far goes on as the first one would have: the reader sees one unbroken stream.
+A replica that dies takes its open streams along. Sampling is keyed by (seed, choice, position), so another replica that
+is given the prompt and the tokens so far goes on as the first one would have: the reader sees one unbroken stream. Only
+choices that have not ended are given to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Protocol
 
-from engine.api import EngineDeadError, FinishReason, GenerateRequest, RequestRefusedError, TokenDelta
+from engine.api import Choice, EngineDeadError, FinishReason, GenerateRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ MAX_RESTARTS = 1
 """New attempts before the first token. A request that kills every replica it meets must not meet many."""
 MAX_RESUMES = 2
 """New attempts after the first token."""
-STOP_TIMEOUT_S = 2.0
-"""How long to wait for a replica to say how much it had generated."""
+CANCEL_TIMEOUT_S = 2.0
+"""How long to wait for a replica to say that it has ended something."""
 
 
 class TokenSource(Protocol):
@@ -30,74 +31,117 @@ class TokenSource(Protocol):
     def generate(self, model: str, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """Run a request on some replica of `model`. Raises the engine's errors, EngineDeadError also if it is gone."""
 
-    async def cancel(self, model: str, request_id: str) -> int | None:
-        """End a request; returns the tokens that its last attempt generated. None: no replica knows it."""
+    async def cancel(self, model: str, request_id: str, index: int | None = None) -> int | None:
+        """End a request or one of its choices; its stream then tells the last tokens. None: no replica knows it."""
 
 
 class Attempts:
-    """One request's stream of tokens. `next` until a delta has a finish reason, or `stop`."""
+    """The token deltas of one job. `next` until it has `ended`."""
 
-    def __init__(self, source: TokenSource, model: str, request: GenerateRequest) -> None:
+    def __init__(self, source: TokenSource, model: str, job: GenerateRequest, deadline: float) -> None:
+        """`deadline` is on the loop's clock; each attempt is given the time that is left."""
         self._source = source
         self._model = model
-        self._request = request
+        self._job = job
+        self._deadline = deadline
         self._stream: AsyncIterator[TokenDelta] | None = None
-        self._received: list[int] = []
+        self._open: dict[int, list[int]] = {choice.index: [] for choice in job.choices}
+        """The tokens so far of the choices that go on."""
+        self._begun = False
+        self._failed = False
+        self._stopping = False
         self._num_restarts = 0
         self._num_resumes = 0
-        self._failed = False
 
-    async def next(self) -> TokenDelta:
-        """The next tokens. Raises EngineDeadError once no attempt is left, RequestRefusedError."""
-        while True:
-            try:
-                return await self._read()
-            except EngineDeadError:
-                if not self._may_try_again():
-                    self._failed = True
-                    raise
-                self._request = replace(self._request, resumed_token_ids=tuple(self._received))
-                self._stream = None
-            except RequestRefusedError:
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come: every choice has ended, or an error was raised."""
+        return self._failed or not self._open
+
+    @property
+    def ran(self) -> bool:
+        """Whether a replica may have computed the prompt."""
+        return self._begun or (self._stream is not None and not self._failed)
+
+    async def next(self) -> TokenDelta | None:
+        """The next tokens of a choice, None: nothing of interest. Raises EngineDeadError once no attempt is left."""
+        if self.ended:
+            return None
+        try:
+            return await self._read()
+        except EngineDeadError:
+            self._stream = None
+            if not self._may_try_again():
                 self._failed = True
                 raise
-
-    async def stop(self) -> int | None:
-        """End the request where it runs; returns the tokens generated for it in all, None if it never ran.
-
-        Never raises: where the replica cannot be asked in time, what has been received is what is known.
-        """
-        if self._stream is None or (self._failed and not self._received):
-            return None
-        counted: int | None = None
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                counted = await self._source.cancel(self._model, self._request.request_id)
-                if hasattr(self._stream, "aclose"):
-                    await self._stream.aclose()
         except Exception:
-            logger.warning("request %s: no word from its replica", self._request.request_id, exc_info=True)
-        before = len(self._request.resumed_token_ids)
-        return max(len(self._received), before + (counted or 0))
+            self._failed = True
+            raise
+        return None
 
-    async def _read(self) -> TokenDelta:
+    def end(self, index: int) -> Coroutine[None, None, None]:
+        """One choice is done for its reader, from now on. The replica hears of it from what is returned, which is
+        bounded and never raises."""
+        del self._open[index]
+        return self._tell(index)
+
+    async def stop(self) -> None:
+        """End all that is open. Bounded, never raises. What was generated until then still comes out of `next`, unless
+        no replica knows of the request."""
+        self._stopping = True
+        if self._stream is None or not await self._cancel(None):
+            self._open.clear()
+
+    async def close(self) -> None:
+        """Let go of the stream."""
+        if self._stream is not None and hasattr(self._stream, "aclose"):
+            await self._stream.aclose()
+
+    async def _read(self) -> TokenDelta | None:
         if self._stream is None:
-            self._stream = self._source.generate(self._model, self._request)
+            self._stream = self._source.generate(self._model, self._attempt())
         try:
             delta = await anext(self._stream)
         except StopAsyncIteration:
             raise EngineDeadError("the replica ended the stream before the request was finished") from None
-        self._received.extend(delta.token_ids)
-        if delta.finish_reason is FinishReason.CANCELLED:
-            # Not by us, who would not be reading: the replica is shutting down. Its stream ends here; the next read
-            # finds that out and goes on elsewhere.
-            return TokenDelta(token_ids=delta.token_ids)
-        self._failed = delta.finish_reason is FinishReason.ERROR
+        self._begun = True
+        tokens = self._open.get(delta.index)
+        if tokens is None:  # the rest of a choice that was ended from here
+            return None
+        tokens.extend(delta.token_ids)
+        if delta.finish_reason is FinishReason.HANDED_BACK:
+            # The replica is shutting down. Its stream ends here; the next read finds that out and goes on elsewhere.
+            return replace(delta, finish_reason=None)
+        if delta.finish_reason is not None:
+            del self._open[delta.index]
         return delta
 
+    def _attempt(self) -> GenerateRequest:
+        """The job as another replica takes it over."""
+        sampling = self._job.sampling
+        if self._begun:  # what concerns the prompt has been told
+            sampling = replace(sampling, prompt_logprobs=None)
+        choices = tuple(Choice(index=index, resumed_token_ids=tuple(ids)) for index, ids in self._open.items())
+        timeout_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        return replace(self._job, sampling=sampling, choices=choices, timeout_s=timeout_s)
+
     def _may_try_again(self) -> bool:
-        if self._received:
+        if self._stopping:
+            return False
+        if self._begun:
             self._num_resumes += 1
             return self._num_resumes <= MAX_RESUMES
         self._num_restarts += 1
         return self._num_restarts <= MAX_RESTARTS
+
+    async def _tell(self, index: int) -> None:
+        await self._cancel(index)
+
+    async def _cancel(self, index: int | None) -> bool:
+        """Whether a replica knew the request."""
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                return await self._source.cancel(self._model, self._job.request_id, index) is not None
+        except Exception:
+            logger.warning("request %s: no word from its replica", self._job.request_id, exc_info=True)
+            return False

@@ -1,7 +1,8 @@
 """From the bytes of a request to a validated object.
 
-JSON is stricter here than Python's: UTF-8 only, no NaN, no key twice in an object (the two readers of such a body could
-disagree on what was asked), an object at the top.
+JSON is stricter here than Python's: UTF-8 only, no key twice in an object (the two readers of such a body could
+disagree on what was asked), an object at the top. ``NaN`` and ``Infinity``, which are not JSON, are read all the same:
+no field takes them, and so the error can name the field.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -57,7 +58,7 @@ async def read_bytes(request: Request, limit_bytes: int) -> bytes:
 def parse(body: bytes) -> dict[str, object]:
     """The JSON object in `body`. Raises ApiError."""
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ApiError(Fault.INVALID_JSON, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
@@ -75,7 +76,3 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ApiError(Fault.INVALID_JSON, f"the key {twice[:100]!r} occurs twice in one object", param=twice[:100])
     return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -12,10 +12,10 @@ from typing import cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answers import FinishWord, Head, UsageAnswer, Wording
+from router.answers import FinishWord, Head, UsageAnswer, WholeChoice, Wording
+from router.choice import TextDelta
 from router.errors import as_api_error
 from router.gate import call_of
-from router.output import TextDelta
 from router.schemas import GenerationRequest
 from router.service import Started
 from router.sse import Frames, error_frame
@@ -61,20 +61,35 @@ class Delivery(Response):
                 await answer(scope, receive, send)
 
     async def _whole(self, wording: Wording, first: TextDelta, events: Events) -> Response:
-        texts, last = [first.text], first
-        async for delta in events:
-            last = cast(TextDelta, delta)
-            texts.append(last.text)
-        assert last.finish_reason is not None and last.usage is not None, "the last event ends the answer"
-        reason = cast(FinishWord, last.finish_reason.value)
-        answer = wording.whole("".join(texts), reason, UsageAnswer.of(last.usage))
+        deltas = [first, *[cast(TextDelta, delta) async for delta in events]]
+        usage = deltas[-1].usage
+        assert usage is not None, "the last event ends the answer"
+        answer = wording.whole(self._whole_choices(deltas), UsageAnswer.of(usage))
         return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _whole_choices(self, deltas: list[TextDelta]) -> list[WholeChoice]:
+        """All that came of each choice, in the order of their indices."""
+        by_index: dict[int, list[TextDelta]] = {}
+        for delta in deltas:
+            by_index.setdefault(delta.index, []).append(delta)
+        return [self._whole_choice(by_index[index]) for index in sorted(by_index)]
+
+    def _whole_choice(self, deltas: list[TextDelta]) -> WholeChoice:
+        last = deltas[-1]
+        assert last.finish_reason is not None, "every choice has an end"
+        return WholeChoice(
+            index=last.index,
+            text="".join(delta.text for delta in deltas),
+            scores=None if self._request.num_logprobs is None else [each for delta in deltas for each in delta.scores],
+            finish_reason=cast(FinishWord, last.finish_reason.value),
+            prompt_scores=last.prompt_scores,
+        )
 
     async def _stream(self, wording: Wording, first: TextDelta, events: Events, send: Send) -> None:
         async def write(frames: bytes) -> None:
             await send({"type": "http.response.body", "body": frames, "more_body": True})
 
-        frames = Frames(wording, include_usage=self._request.include_usage)
+        frames = Frames(wording, num_choices=self._request.num_outputs, include_usage=self._request.include_usage)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await write(frames.opening() + frames.delta(first))
         try:

@@ -51,7 +51,7 @@ class Fault(Enum):
     CHAT_TEMPLATE = _row(400, "invalid_request_error", "chat_template_error")
     ENGINE_REFUSED = _row(400, "invalid_request_error", "request_refused")
     EXCEEDS_LIMIT = _row(400, "invalid_request_error", "exceeds_limit")
-    NEVER_FITS = _row(400, "invalid_request_error", "no_capacity")
+    KV_CAPACITY_EXCEEDED = _row(400, "invalid_request_error", "kv_capacity_exceeded")
     INVALID_API_KEY = _row(401, "authentication_error", "invalid_api_key", www_authenticate="Bearer")
     PRIORITY_NOT_ALLOWED = _row(403, "permission_error", "priority_not_allowed")
     MODEL_NOT_ALLOWED = _row(403, "permission_error", "model_not_allowed")
@@ -81,6 +81,7 @@ REFUSALS: Mapping[RefusalCode, Fault] = {
     RefusalCode.QUEUE_FULL: Fault.QUEUE_FULL,
     RefusalCode.EXCEEDS_LIMIT: Fault.EXCEEDS_LIMIT,
     RefusalCode.NO_CAPACITY: Fault.NO_CAPACITY,
+    RefusalCode.KV_CAPACITY_EXCEEDED: Fault.KV_CAPACITY_EXCEEDED,
 }
 
 EXCEPTIONS: Mapping[type[Exception], Fault] = {
@@ -163,12 +164,17 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(Fault.INTERNAL, "the server failed to answer this request")
 
 
-def of_refusal(refusal: Refusal) -> ApiError:
-    """The error for a refused admission. Without a time to retry, lack of capacity means that it never fits: a 400."""
+def of_refusal(refusal: Refusal, prompt_field: str) -> ApiError:
+    """The error for a refused admission of a request whose prompt is in the field `prompt_field`."""
     fault = REFUSALS[refusal.code]
-    if fault is Fault.NO_CAPACITY and refusal.retry_after_s is None:
-        fault = Fault.NEVER_FITS
-    return ApiError(fault, refusal.message, retry_after_s=refusal.retry_after_s, limits=refusal.status)
+    param = prompt_field if fault is Fault.KV_CAPACITY_EXCEEDED else None
+    message = f"{param}: {refusal.message}" if param else refusal.message
+    return ApiError(fault, message, param=param, retry_after_s=refusal.retry_after_s, limits=refusal.status)
+
+
+def invalid(param: str, reason: str, fault: Fault = Fault.INVALID_REQUEST) -> ApiError:
+    """The error for a field that does not go with the rest of the request, or with the model."""
+    return ApiError(fault, f"{param}: {reason}", param=param)
 
 
 def _of_validation(error: ValidationError) -> ApiError:

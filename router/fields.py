@@ -7,6 +7,7 @@ Types are strict (no ``"10"``, no ``true`` for a number, no ``1.0`` for an integ
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, NoReturn, TypeAlias
 
@@ -17,16 +18,30 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from engine.api import TokenBias
+
+MAX_CHOICES = 16
+"""Of one prompt, ``n``."""
+MAX_PROMPTS = 32
+MAX_SEQUENCES = 64
+"""Outputs of one request in all, prompts times ``n``: each takes a slot of the batch."""
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+"""OpenAI's bound."""
+MAX_BIAS = 100
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 64
 MAX_TIMEOUT_S = 86_400.0
 MAX_KEYS = 100
+MAX_SHOWN_CHARS = 100
 MAX_METADATA = 16
 """OpenAI's bound."""
 
@@ -34,7 +49,7 @@ MAX_METADATA = 16
 class Body(BaseModel):
     """A JSON object from outside."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -133,19 +148,43 @@ Stop = Annotated[tuple[str, ...], BeforeValidator(_stop)]
 Prompt: TypeAlias = str | list[int]
 
 
-def _prompt(value: object) -> Prompt:
-    """A prompt as text or token ids, possibly as the only element of a list."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            refuse("unsupported_parameter", "one prompt per request; send several requests")
-        value = value[0]
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """One prompt or a list of them. A list of numbers is one prompt."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return (_prompt(value, ""),)
+    if len(value) > MAX_PROMPTS:
+        refuse("prompt", f"at most {MAX_PROMPTS} prompts are taken, not {len(value)}")
+    return tuple(_prompt(item, f"[{number}] " if len(value) > 1 else "") for number, item in enumerate(value))
+
+
+def _prompt(value: object, which: str) -> Prompt:
+    """A prompt as text or token ids. `which` it is, for the message."""
     if not value:
-        refuse("prompt", "is empty")
+        refuse("prompt", f"{which}is empty")
     if isinstance(value, str):
         return _encodable(value)
     if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
         return value
-    refuse("prompt", "should be a string or a list of token ids")
+    refuse("prompt", f"{which}should be a string or a list of token ids")
+
+
+def _logit_bias(value: object) -> tuple[TokenBias, ...]:
+    if not isinstance(value, dict):
+        refuse("logit_bias", "should be an object that gives token ids a number each")
+    if len(value) > MAX_LOGIT_BIAS:
+        refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are taken, not {len(value)}")
+    return tuple(_bias(key, item) for key, item in value.items() if item is not None)
+
+
+def _bias(key: str, value: object) -> TokenBias:
+    if not TOKEN_ID.fullmatch(key):
+        refuse("logit_bias", f"{key[:MAX_SHOWN_CHARS]!r} is not a token id")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_BIAS <= value <= MAX_BIAS:
+        refuse("logit_bias", f"the value of {key!r} should be a number from -{MAX_BIAS} to {MAX_BIAS}")
+    return TokenBias(token_id=int(key), bias=float(value))
+
+
+LogitBias = Annotated[tuple[TokenBias, ...], PlainValidator(_logit_bias)]
 
 
 def _metadata(value: object) -> object:
@@ -156,7 +195,7 @@ def _metadata(value: object) -> object:
 
 Metadata = Annotated[dict[Text, Text], BeforeValidator(_metadata)]
 
-PromptField = Annotated[Prompt, BeforeValidator(_prompt)]
+Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_prompts)]
 
 
 class ResponseFormat(Body):

@@ -1,59 +1,108 @@
-"""One request's output as its client sees it: text, an end, and the usage that is charged."""
+"""One request's outputs as its client sees them, and the usage that is charged."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 from cluster.api import Usage
-from engine.api import FinishReason, TextStream
-from router.attempts import Attempts
-from router.errors import ApiError, Fault
+from engine.api import EngineError
+from router.choice import ChoiceOutput, TextDelta
+from router.fan_in import Arrival, FanIn
+from router.work import Work
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """Text since the last event. The last event has the finish reason (STOP or LENGTH) and the exact usage."""
+ABANDON_TIMEOUT_S = 4.0
+"""How long to wait for replicas to end a request and to say what they had generated for it."""
 
-    text: str
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+Spawn = Callable[[Coroutine[None, None, None]], object]
+"""Runs something to its end in the background."""
 
 
 class Output:
-    """Tokens in, text out. `next` until a delta has a finish reason; then `usage` is what the client was told."""
+    """Tokens in, text out. `next` until a delta has the `usage`; it is then what the client was told."""
 
-    def __init__(self, attempts: Attempts, text: TextStream, prompt_tokens: int) -> None:
-        self._attempts = attempts
-        self._text = text
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, work: Work, source: FanIn, deadline: float, spawn: Spawn) -> None:
+        """`deadline` is on the loop's clock."""
+        self._work = work
+        self._source = source
+        self._deadline = deadline
+        self._spawn = spawn
+        n = work.request.n
+        self._choices = [
+            ChoiceOutput(index, work.request, work.prompts[index // n], work.model.codec)
+            for index in range(work.request.num_outputs)
+        ]
+        self._num_open = work.request.num_outputs
+        self._cached_tokens: dict[int, int] = {}
+        """How much of each prompt was cached, once its engine has said so."""
         self.usage: Usage | None = None
-        self.runs_on = False
-        """Whether the engine has not ended the request by itself: a stop string ends it for the client only."""
 
-    async def next(self, deadline: float) -> TextDelta:
-        """The next text, or the end. Raises the engine's errors, TimeoutError at `deadline` (the loop's clock)."""
+    async def next(self) -> TextDelta:
+        """The next text of some choice, or its end. Raises the engine's errors, TimeoutError at the deadline."""
         while True:
-            async with asyncio.timeout_at(deadline):
-                delta = await self._attempts.next()
-            text = self._text.push(delta.token_ids)
-            if self._text.stopped or delta.finish_reason is not None:
-                return self._end(text, delta.finish_reason)
-            if text:
-                return TextDelta(text=text)
+            async with asyncio.timeout_at(self._deadline):
+                arrival = await self._source.next()
+            assert arrival is not None, "the last choice to end has the usage"
+            self._note_prompt(arrival)
+            shown = self._choice(arrival).take(arrival.delta)
+            if shown is not None:
+                return shown if shown.finish_reason is None else self._ended(shown, arrival)
 
     async def abandon(self) -> Usage | None:
         """End the request where it runs; returns what it used so far, None if nothing ran. Bounded, never raises."""
-        num_tokens = await self._attempts.stop()
-        return None if num_tokens is None else Usage(prompt_tokens=self._prompt_tokens, completion_tokens=num_tokens)
+        try:
+            async with asyncio.timeout(ABANDON_TIMEOUT_S):
+                await self._source.stop()
+                await self._count_the_rest()
+        except Exception:
+            logger.warning("request %s: its last tokens are not known", self._work.request_id, exc_info=True)
+        await self._source.close()
+        ran = [number for number in range(len(self._work.prompts)) if self._source.ran(number)]
+        return self._count(ran) if ran else None
 
-    def _end(self, text: str, reason: FinishReason | None) -> TextDelta:
-        if reason is FinishReason.ERROR:
-            raise ApiError(Fault.ENGINE_FAILED, "the engine failed while it generated this answer")
-        self.runs_on = reason is None
-        if not self._text.stopped:
-            text += self._text.flush()
-        if self._text.stopped or reason is None:
-            reason = FinishReason.STOP
-        self.usage = Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._text.num_tokens)
-        return TextDelta(text=text, finish_reason=reason, usage=self.usage)
+    async def close(self) -> None:
+        """Let go of the streams, after the end."""
+        await self._source.close()
+
+    def _note_prompt(self, arrival: Arrival) -> None:
+        """The first delta of a job is about its prompt too."""
+        if arrival.job not in self._cached_tokens:
+            self._cached_tokens[arrival.job] = arrival.delta.num_cached_tokens
+            n = self._work.request.n
+            for choice in self._choices[arrival.job * n : (arrival.job + 1) * n]:
+                choice.begin(arrival.delta.prompt_logprobs)
+
+    def _choice(self, arrival: Arrival) -> ChoiceOutput:
+        return self._choices[arrival.job * self._work.request.n + arrival.delta.index]
+
+    def _ended(self, shown: TextDelta, arrival: Arrival) -> TextDelta:
+        """A choice has ended: by itself, or by a stop string, of which the engine does not know."""
+        if arrival.delta.finish_reason is None:
+            self._spawn(self._source.end(arrival.job, arrival.delta.index))
+        self._num_open -= 1
+        if self._num_open:
+            return shown
+        self.usage = self._count(range(len(self._work.prompts)))
+        return replace(shown, usage=self.usage)
+
+    async def _count_the_rest(self) -> None:
+        while True:
+            try:
+                arrival = await self._source.next()
+            except EngineError:
+                continue  # that job has ended; others may have something to tell
+            if arrival is None:
+                return
+            self._choice(arrival).count(arrival.delta)
+
+    def _count(self, jobs: range | list[int]) -> Usage:
+        """What the prompts of `jobs`, and all outputs, come to."""
+        return Usage(
+            prompt_tokens=sum(len(self._work.prompts[job].token_ids) for job in jobs),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(self._cached_tokens.get(job, 0) for job in jobs),
+        )

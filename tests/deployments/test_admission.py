@@ -170,10 +170,10 @@ async def test_a_request_is_admitted_and_its_exact_usage_charged(link: Link, cli
 async def test_a_refusal_comes_back_as_one(link: Link, client: AdmissionClient) -> None:
     await link.desk.report(report())
 
-    refusal = await client.admit(ask("a", prompt_tokens=990))
+    refusal = await client.admit(ask("a", prompt_tokens=10_000))
 
     assert isinstance(refusal, Refusal)
-    assert (refusal.request_id, refusal.code) == ("a", RefusalCode.NO_CAPACITY)
+    assert (refusal.request_id, refusal.code) == ("a", RefusalCode.KV_CAPACITY_EXCEEDED)
     assert client.num_waiting == 0
 
 

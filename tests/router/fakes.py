@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.api import AdmissionAsk, Lane, LimitStatus, Permit, Refusal, Usage, WindowStatus
-from engine.api import FinishReason, GenerateRequest, TextCodec, TokenDelta
+from engine.api import (
+    Choice,
+    FinishReason,
+    GenerateRequest,
+    Logprob,
+    PositionLogprobs,
+    TextCodec,
+    TokenDelta,
+)
 from router.api import Caller, Catalog, KeyRing, ServedModel, Service, Wiring, hash_key
 
 EOS = "<eos>"
@@ -30,6 +40,7 @@ TEMPLATE = """\
 MODEL = "tiny"
 CONTEXT = 64
 CREATED = 1_700_000_000
+WEIGHT = 3
 LIMITS = LimitStatus(
     requests=WindowStatus(limit=10, remaining=7, reset_s=18.0),
     tokens=WindowStatus(limit=1000, remaining=940, reset_s=0.012),
@@ -88,6 +99,8 @@ class FakeAdmission:
             prompt_tokens=ask.prompt_tokens,
             reserved_tokens=ask.prompt_tokens + (ask.max_output_tokens or 0),
             status=LIMITS,
+            num_sequences=ask.num_sequences,
+            weight=WEIGHT,
         )
 
     def close(self, request_id: str, usage: Usage | None) -> None:
@@ -112,39 +125,51 @@ Script = Callable[[GenerateRequest], list[Step]]
 
 
 class FakeReplicas:
-    """Every attempt at a request follows `script(request)`. `counts` is what `cancel` answers."""
+    """Every attempt at a request follows `script(request)`, until it is cancelled: then `unseen` are the tokens that
+    each choice had generated without telling yet. `deaf`: no replica knows of any request, or what asking raises."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[GenerateRequest] = []
-        self.cancelled: list[str] = []
-        self.counts: Callable[[GenerateRequest], int | Exception | None] = lambda _request: None
+        self.cancelled: list[tuple[str, int | None]] = []
+        self.unseen: tuple[int, ...] = ()
+        self.deaf: bool | Exception = False
         self.ready: bool | Exception = True
         self.num_running = 0
         self.waiting = asyncio.Event()
         """Set whenever a script waits for an event of its own."""
+        self._runs: dict[str, _Run] = {}
 
     async def generate(self, model: str, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         self.requests.append(request)
+        run = self._runs[request.request_id] = _Run({choice.index for choice in request.choices})
         self.num_running += 1
         try:
             for step in self.script(request):
+                for index in run.take_cancelled():
+                    yield TokenDelta(index=index, token_ids=self.unseen, finish_reason=FinishReason.CANCELLED)
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, asyncio.Event):
                     self.waiting.set()
-                    await step.wait()
-                else:
+                    await run.wait(step)
+                elif step.index in run.open:
+                    if step.finish_reason is not None:
+                        run.open.discard(step.index)
                     yield step
+            for index in run.take_cancelled():
+                yield TokenDelta(index=index, token_ids=self.unseen, finish_reason=FinishReason.CANCELLED)
         finally:
             self.num_running -= 1
 
-    async def cancel(self, model: str, request_id: str) -> int | None:
-        self.cancelled.append(request_id)
-        count = self.counts(self.requests[-1])
-        if isinstance(count, Exception):
-            raise count
-        return count
+    async def cancel(self, model: str, request_id: str, index: int | None = None) -> int | None:
+        self.cancelled.append((request_id, index))
+        if isinstance(self.deaf, Exception):
+            raise self.deaf
+        if self.deaf or request_id not in self._runs:
+            return None
+        self._runs[request_id].cancel(index)
+        return 0
 
     async def is_ready(self) -> bool:
         if isinstance(self.ready, Exception):
@@ -152,18 +177,67 @@ class FakeReplicas:
         return self.ready
 
 
-def says(codec: TextCodec, text: str) -> Script:
-    """A model whose answer to everything is `text`, a token at a time, and then its end."""
+class _Run:
+    """One request in a replica."""
+
+    def __init__(self, indices: set[int]) -> None:
+        self.open = indices
+        self._cancelled: set[int] = set()
+        self._news = asyncio.Event()
+
+    def cancel(self, index: int | None) -> None:
+        self._cancelled |= self.open if index is None else self.open & {index}
+        self._news.set()
+
+    def take_cancelled(self) -> list[int]:
+        """The choices that are to end now."""
+        taken = sorted(self._cancelled & self.open)
+        self.open -= self._cancelled
+        return taken
+
+    async def wait(self, event: asyncio.Event) -> None:
+        """Until `event`, or until something is cancelled."""
+        waits = [asyncio.create_task(each.wait()) for each in (event, self._news)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+def says(codec: TextCodec, *texts: str) -> Script:
+    """A model whose answer to everything is `texts[0]`, as choice 1 `texts[1]` and so on, a token at a time in turn."""
 
     def script(request: GenerateRequest) -> list[Step]:
-        (eos,) = codec.eos_token_ids
-        tokens = [*codec.encode(text), eos][: request.sampling.max_tokens]
-        start = len(request.resumed_token_ids)
-        steps: list[Step] = [TokenDelta(token_ids=(token,)) for token in tokens[start:-1]]
-        reason = FinishReason.STOP if tokens[-1] == eos else FinishReason.LENGTH
-        return [*steps, TokenDelta(token_ids=(tokens[-1],), finish_reason=reason)]
+        answers = [_answer(codec, texts[choice.index % len(texts)], request, choice) for choice in request.choices]
+        return [step for turn in zip_longest(*answers) for step in turn if step is not None]
 
     return script
+
+
+def _answer(codec: TextCodec, text: str, request: GenerateRequest, choice: Choice) -> list[Step]:
+    (eos,) = codec.eos_token_ids
+    sampling = request.sampling
+    tokens = [*codec.encode(text), eos][: sampling.max_tokens]
+    reason = FinishReason.STOP if tokens and tokens[-1] == eos else FinishReason.LENGTH
+    start = len(choice.resumed_token_ids)
+    deltas = [
+        TokenDelta(index=choice.index, token_ids=(token,), logprobs=scores_of(sampling.logprobs, (token,)))
+        for token in tokens[start:]
+    ] or [TokenDelta(index=choice.index)]
+    deltas[-1] = replace(deltas[-1], finish_reason=reason)
+    if choice is request.choices[0]:
+        prompt = scores_of(sampling.prompt_logprobs, request.prompt_token_ids[1:])
+        deltas[0] = replace(deltas[0], prompt_logprobs=prompt, num_cached_tokens=len(request.prompt_token_ids) // 2)
+    return [*deltas]
+
+
+def scores_of(num_top: int | None, token_ids: Sequence[int]) -> tuple[PositionLogprobs, ...]:
+    """Log-probabilities for `token_ids`: token t has -t, the likeliest at every place are the tokens 1, 2, ..."""
+    if num_top is None:
+        return ()
+    top = tuple(Logprob(token_id=token, logprob=-float(token)) for token in range(1, num_top + 1))
+    return tuple(
+        PositionLogprobs(chosen=Logprob(token_id=token, logprob=-float(token)), top=top) for token in token_ids
+    )
 
 
 class FakeViews:
@@ -177,10 +251,10 @@ class FakeViews:
 class House:
     """A whole router over fakes."""
 
-    def __init__(self, codec: TextCodec, text: str = "Hello, world") -> None:
+    def __init__(self, codec: TextCodec, *texts: str) -> None:
         self.codec = codec
         self.admission = FakeAdmission()
-        self.replicas = FakeReplicas(says(codec, text))
+        self.replicas = FakeReplicas(says(codec, *(texts or ("Hello, world",))))
         self.catalog = Catalog(
             [
                 ServedModel(id=MODEL, max_model_len=CONTEXT, codec=codec, created=CREATED, aliases=("tiny-alias",)),

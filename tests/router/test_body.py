@@ -53,8 +53,6 @@ def test_an_object_is_parsed() -> None:
         (b"[]", "should be a JSON object"),
         (b'"x"', "should be a JSON object"),
         (b"null", "should be a JSON object"),
-        (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),

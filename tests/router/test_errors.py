@@ -60,7 +60,7 @@ def test_the_template_s_own_words_reach_the_client() -> None:
 
 @pytest.mark.parametrize("code", list(RefusalCode))
 def test_every_refusal_code_names_itself_to_the_client(code: RefusalCode) -> None:
-    assert of_refusal(refusal(code, 3)).row.code == code.value
+    assert of_refusal(refusal(code, 3), "prompt").row.code == code.value
     assert set(REFUSALS) == set(RefusalCode)
 
 
@@ -73,14 +73,19 @@ def test_every_refusal_code_names_itself_to_the_client(code: RefusalCode) -> Non
         (RefusalCode.CONCURRENT_REQUESTS, None, 429, {"x-should-retry": "false"}),
         (RefusalCode.EXCEEDS_LIMIT, None, 400, {}),
         (RefusalCode.NO_CAPACITY, 2, 503, {"retry-after": "2"}),
-        (RefusalCode.NO_CAPACITY, None, 400, {}),
+        (RefusalCode.KV_CAPACITY_EXCEEDED, None, 400, {}),
     ],
 )
 def test_refusals_say_when_to_come_back(
     code: RefusalCode, retry_after_s: int | None, status: int, headers: dict[str, str]
 ) -> None:
-    shown = of_refusal(refusal(code, retry_after_s))
+    shown = of_refusal(refusal(code, retry_after_s), "prompt")
     assert (shown.row.status, shown.headers()) == (status, headers)
+
+
+def test_a_prompt_that_no_replica_can_hold_is_a_fault_of_the_prompt_s_field() -> None:
+    shown = of_refusal(refusal(RefusalCode.KV_CAPACITY_EXCEEDED, None), "messages")
+    assert (shown.param, shown.message) == ("messages", "messages: because")
 
 
 def test_every_503_says_when_to_come_back() -> None:

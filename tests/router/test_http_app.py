@@ -57,7 +57,12 @@ async def test_a_chat_is_answered_whole(client: httpx.AsyncClient) -> None:
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 13, "total_tokens": 20},
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 13,
+            "total_tokens": 20,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
     }
 
 
@@ -70,7 +75,12 @@ async def test_a_completion_is_answered_whole(client: httpx.AsyncClient) -> None
         "object": "text_completion",
         "model": MODEL,
         "choices": [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 5,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
     }
 
 
@@ -328,7 +338,7 @@ async def test_every_answer_to_a_key_carries_its_limits(client: httpx.AsyncClien
     responses = [
         await client.post("/v1/chat/completions", json=CHAT),
         await client.post("/v1/chat/completions", json=CHAT | {"stream": True}),
-        await client.post("/v1/chat/completions", json=CHAT | {"n": 2}),
+        await client.post("/v1/chat/completions", json=CHAT | {"n": 0}),
         await client.get("/v1/models"),
         await client.get("/nothing"),
         await client.get("/admin/v1/queue"),
@@ -379,9 +389,7 @@ async def test_contradicting_content_types_are_refused(client: httpx.AsyncClient
     error_of(await client.post("/v1/completions", content=body, headers=both), 400)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"temperature": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"a":' * 50_000]
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"a": 1, "a": 2}', b"\xff", b'{"a":' * 50_000])
 async def test_what_is_not_a_json_object_is_a_400(client: httpx.AsyncClient, body: bytes) -> None:
     response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(response, 400)["code"] == "invalid_json"

@@ -140,7 +140,7 @@ async def test_an_unknown_error_in_mid_stream_tells_nothing_of_itself(client: ht
     last = json.loads(events_of(response)[-1])
     assert last["error"]["code"] == "internal_error"
     assert "secret" not in response.text
-    assert house.admission.usages == [Usage(prompt_tokens=7, completion_tokens=2)]
+    assert house.admission.usages == [Usage(prompt_tokens=7, completion_tokens=2, cached_tokens=3)]
 
 
 @pytest.mark.parametrize("stop", ["H", "Hello, world"])

@@ -139,7 +139,7 @@ async def until_closed(house: House, count: int) -> None:
 async def test_a_client_that_hangs_up_ends_its_request(port: int, house: House, stream: bool, reset: bool) -> None:
     (h,) = house.codec.encode("H")
     house.replicas.script = lambda _request: [TokenDelta(token_ids=(h,)), asyncio.Event()]
-    house.replicas.counts = lambda _request: 2
+    house.replicas.unseen = (h,)
     for count in range(1, 11):
         house.replicas.waiting.clear()
         reader, writer = await open_request(port, stream=stream)
@@ -175,5 +175,8 @@ async def test_a_hundred_streams_at_once_are_each_served_and_closed_once(
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     assert await asyncio.gather(*(one() for _ in range(100))) == ["Hello, world"] * 100
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=13)] * 100
+    assert (
+        house.admission.usages
+        == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=13, cached_tokens=PROMPT_TOKENS // 2)] * 100
+    )
     assert house.replicas.num_running == 0

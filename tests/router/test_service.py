@@ -8,11 +8,12 @@ import pytest
 
 from cluster.api import AdmissionAsk, Lane, LimitStatus, Refusal, RefusalCode, Usage
 from engine.api import EngineDeadError, FinishReason, RequestRefusedError, TextCodec, TokenDelta
+from router.choice import TextDelta
 from router.errors import ApiError
-from router.output import TextDelta
 from router.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from router.service import Started, output_bound
-from tests.router.fakes import CALLER, CONTEXT, LIMITS, MODEL, SMALL_CALLER, House, Step, says
+from router.service import Started
+from router.work import output_bound
+from tests.router.fakes import CALLER, CONTEXT, LIMITS, MODEL, SMALL_CALLER, WEIGHT, House, Step, says
 
 PROMPT_TOKENS = len("u:hi|a:")
 
@@ -30,6 +31,15 @@ def run(house: House, request: GenerationRequest) -> AsyncGenerator[Started | Te
     return house.service.run(request, CALLER, "r1")
 
 
+def used(completion_tokens: int) -> Usage:
+    """As the fake replica has it, half of the prompt was cached."""
+    return Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=completion_tokens, cached_tokens=PROMPT_TOKENS // 2)
+
+
+def uncached(completion_tokens: int) -> Usage:
+    return Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=completion_tokens)
+
+
 async def whole(house: House, request: GenerationRequest) -> tuple[str, TextDelta]:
     """The whole text, and the last event."""
     events = [event async for event in run(house, request)]
@@ -43,7 +53,7 @@ async def whole(house: House, request: GenerationRequest) -> tuple[str, TextDelt
 async def test_a_request_runs_from_text_to_text_and_is_charged_what_the_client_is_told(house: House) -> None:
     text, last = await whole(house, chat())
     assert text == "Hello, world"
-    usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("Hello, world") + 1)  # and EOS
+    usage = used(len("Hello, world") + 1)  # and EOS
     assert (last.finish_reason, last.usage) == (FinishReason.STOP, usage)
     assert house.admission.usages == [usage]
     assert house.replicas.cancelled == []
@@ -67,7 +77,8 @@ async def test_admission_and_engine_are_asked_for_the_same_request(house: House)
         )
     ]
     (job,) = house.replicas.requests
-    assert (job.request_id, job.tenant, job.lane) == ("r1", "acme", 2)
+    assert (job.request_id, job.tenant, job.weight, job.lane) == ("r1", "acme", WEIGHT, 2)
+    assert job.timeout_s == pytest.approx(600, abs=60)
     assert house.codec.decode(job.prompt_token_ids) == "u:hi|a:"
     assert (job.sampling.max_tokens, job.sampling.seed) == (5, 3)
 
@@ -92,27 +103,24 @@ async def test_a_request_without_a_seed_gets_one_so_that_it_can_be_resumed(house
 async def test_the_length_limit_ends_the_text(house: House) -> None:
     text, last = await whole(house, chat(max_tokens=5))
     assert (text, last.finish_reason) == ("Hello", FinishReason.LENGTH)
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=5)]
+    assert house.admission.usages == [used(5)]
 
 
 async def test_a_stop_string_ends_the_text_and_the_engine_s_work(house: House) -> None:
     text, last = await whole(house, chat(stop=["o, w", "never"]))
     assert (text, last.finish_reason) == ("Hell", FinishReason.STOP)
     await house.service.settled()
-    assert house.replicas.cancelled == ["r1"]
+    assert house.replicas.cancelled == [("r1", 0)]
     assert house.replicas.num_running == 0
     # Charged as told to the client, though the engine may have been a token or two further.
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("Hello, w"))]
+    assert house.admission.usages == [used(len("Hello, w"))]
 
 
 async def test_text_that_was_held_back_for_a_stop_string_comes_at_the_end(house: House) -> None:
     events = [event async for event in run(house, chat(stop="world!"))]
     assert "".join(event.text for event in events[1:-1] if isinstance(event, TextDelta)) == "Hello, "
-    assert events[-1] == TextDelta(
-        text="world",
-        finish_reason=FinishReason.STOP,
-        usage=Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("Hello, world") + 1),
-    )
+    usage = used(len("Hello, world") + 1)
+    assert events[-1] == TextDelta(text="world", finish_reason=FinishReason.STOP, usage=usage)
 
 
 async def test_a_character_that_stays_incomplete_is_replaced_at_the_end(codec: TextCodec) -> None:
@@ -128,12 +136,12 @@ async def test_half_of_a_character_is_never_sent(codec: TextCodec) -> None:
 
 @pytest.mark.parametrize("when", [0, 1, 3])
 async def test_a_client_that_leaves_is_charged_what_the_engine_generated(house: House, when: int) -> None:
-    house.replicas.counts = lambda _request: 6
+    house.replicas.unseen = (1, 2)
     events = run(house, chat())
     for _ in range(when + 1):
         await anext(events)
     await events.aclose()
-    expected = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=6) if when else None
+    expected = used(when + 2) if when else None
     assert house.admission.usages == [expected]
     assert house.replicas.num_running == 0
 
@@ -141,25 +149,27 @@ async def test_a_client_that_leaves_is_charged_what_the_engine_generated(house: 
 async def test_a_cancelled_request_settles_before_it_ends(house: House) -> None:
     (h,) = house.codec.encode("H")
     house.replicas.script = lambda _request: [TokenDelta(token_ids=(h,)), asyncio.Event()]
-    house.replicas.counts = lambda _request: 2
+    house.replicas.unseen = (h,)
     reader = asyncio.create_task(whole(house, chat()))
     await house.replicas.waiting.wait()
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=2)]
+    assert house.admission.usages == [uncached(2)]
     assert house.replicas.num_running == 0
 
 
 async def test_settling_survives_a_second_cancellation(house: House) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
+    really_cancel = house.replicas.cancel
 
-    async def cancel(model: str, request_id: str) -> int | None:
+    async def cancel(model: str, request_id: str, index: int | None = None) -> int | None:
         asked.set()
         await answer.wait()
-        return 2
+        return await really_cancel(model, request_id, index)
 
     house.replicas.script = lambda _request: [asyncio.Event()]
+    house.replicas.unseen = (1, 2)
     house.replicas.cancel = cancel  # type: ignore[method-assign]
     reader = asyncio.create_task(whole(house, chat()))
     await house.replicas.waiting.wait()
@@ -171,7 +181,7 @@ async def test_settling_survives_a_second_cancellation(house: House) -> None:
     assert house.admission.usages == []
     answer.set()
     await house.service.settled()
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=2)]
+    assert house.admission.usages == [uncached(2)]
 
 
 async def test_a_client_that_leaves_the_queue_withdraws_its_ask(house: House) -> None:
@@ -197,11 +207,10 @@ async def test_the_timeout_binds_while_the_request_waits(house: House) -> None:
 async def test_the_timeout_binds_while_the_request_runs(house: House) -> None:
     (h,) = house.codec.encode("H")
     house.replicas.script = lambda _request: [TokenDelta(token_ids=(h,)), asyncio.Event()]
-    house.replicas.counts = lambda _request: 1
     with pytest.raises(TimeoutError):
         await whole(house, chat(timeout_s=0.2))
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=1)]
-    assert house.replicas.cancelled == ["r1"]
+    assert house.admission.usages == [uncached(1)]
+    assert house.replicas.cancelled == [("r1", None)]
 
 
 async def test_the_permit_is_back_before_the_client_sees_the_end(house: House) -> None:
@@ -217,7 +226,7 @@ async def test_a_client_that_leaves_at_the_end_is_charged_in_full(house: House) 
     await anext(events)
     assert isinstance(await anext(events), TextDelta)
     await events.aclose()
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=1)]
+    assert house.admission.usages == [used(1)]
 
 
 async def test_a_refusal_carries_the_limits_and_reserves_nothing(house: House) -> None:
@@ -248,7 +257,7 @@ async def test_a_death_that_cannot_be_mended_charges_the_tokens_that_were_sent(h
     house.replicas.script = lambda _request: [TokenDelta(token_ids=(h,)), EngineDeadError("killed")]
     with pytest.raises(EngineDeadError):
         await whole(house, chat())
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=3)]
+    assert house.admission.usages == [uncached(3)]
 
 
 async def test_a_death_in_mid_stream_is_not_seen_in_text_or_usage(house: House) -> None:
@@ -263,10 +272,10 @@ async def test_a_death_in_mid_stream_is_not_seen_in_text_or_usage(house: House) 
     house.replicas.script = dying
     text, last = await whole(house, chat())
     assert text == "né world"
-    usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=len("né world".encode()) + 1)
+    usage = used(len("né world".encode()) + 1)
     assert last.usage == usage
     assert house.admission.usages == [usage]
-    assert [len(request.resumed_token_ids) for request in house.replicas.requests] == [0, 3, 5]
+    assert [len(request.choices[0].resumed_token_ids) for request in house.replicas.requests] == [0, 3, 5]
 
 
 async def test_an_engine_error_is_an_error_and_not_an_end(house: House) -> None:
@@ -276,7 +285,7 @@ async def test_an_engine_error_is_an_error_and_not_an_end(house: House) -> None:
     with pytest.raises(ApiError) as caught:
         await whole(house, chat())
     assert (caught.value.row.status, caught.value.row.code) == (500, "engine_error")
-    assert house.admission.usages == [Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=1)]
+    assert house.admission.usages == [uncached(1)]
 
 
 async def test_a_broken_replica_call_still_gives_the_permit_back(house: House) -> None:
