@@ -32,7 +32,10 @@ class TokenSource(Protocol):
         """Run a request on some replica of `model`. Raises the engine's errors, EngineDeadError also if it is gone."""
 
     async def cancel(self, model: str, request_id: str, index: int | None = None) -> int | None:
-        """End a request or one of its choices; its stream then tells the last tokens. None: no replica knows it."""
+        """End a request or one of its choices; its stream then tells the last tokens, if it still can.
+
+        Returns what this attempt has generated for all choices; None: no replica knows it.
+        """
 
 
 class Attempts:
@@ -48,6 +51,8 @@ class Attempts:
         self._open: dict[int, list[int]] = {choice.index: [] for choice in job.choices}
         """The tokens so far of the choices that go on."""
         self._begun = False
+        self._num_received = 0  # from the present replica
+        self._num_generated = 0  # there, when it was told to stop
         self._failed = False
         self._stopping = False
         self._num_restarts = 0
@@ -79,6 +84,15 @@ class Attempts:
             raise
         return None
 
+    @property
+    def num_unseen(self) -> int:
+        """Tokens that were generated until the stop and did not come out of `next`, because the stream broke first."""
+        return max(0, self._num_generated - self._num_received)
+
+    def break_off(self) -> None:
+        """Nothing more will come: the call to the replica was taken back."""
+        self._open.clear()
+
     def end(self, index: int) -> Coroutine[None, None, None]:
         """One choice is done for its reader, from now on. The replica hears of it from what is returned, which is
         bounded and never raises."""
@@ -89,8 +103,11 @@ class Attempts:
         """End all that is open. Bounded, never raises. What was generated until then still comes out of `next`, unless
         no replica knows of the request."""
         self._stopping = True
-        if self._stream is None or not await self._cancel(None):
+        num_generated = None if self._stream is None else await self._cancel(None)
+        if num_generated is None:
             self._open.clear()
+        else:
+            self._num_generated = num_generated
 
     async def close(self) -> None:
         """Let go of the stream."""
@@ -99,12 +116,14 @@ class Attempts:
 
     async def _read(self) -> TokenDelta | None:
         if self._stream is None:
+            self._num_received = 0
             self._stream = self._source.generate(self._model, self._attempt())
         try:
             delta = await anext(self._stream)
         except StopAsyncIteration:
             raise EngineDeadError("the replica ended the stream before the request was finished") from None
         self._begun = True
+        self._num_received += len(delta.token_ids)
         tokens = self._open.get(delta.index)
         if tokens is None:  # the rest of a choice that was ended from here
             return None
@@ -137,11 +156,11 @@ class Attempts:
     async def _tell(self, index: int) -> None:
         await self._cancel(index)
 
-    async def _cancel(self, index: int | None) -> bool:
-        """Whether a replica knew the request."""
+    async def _cancel(self, index: int | None) -> int | None:
+        """How much the replica has generated in this attempt, None: none knows the request."""
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                return await self._source.cancel(self._model, self._job.request_id, index) is not None
+                return await self._source.cancel(self._model, self._job.request_id, index)
         except Exception:
             logger.warning("request %s: no word from its replica", self._job.request_id, exc_info=True)
-            return False
+            return None

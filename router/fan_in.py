@@ -32,6 +32,11 @@ class FanIn:
         """Whether a replica may have computed the job's prompt."""
         return self._jobs[job].ran
 
+    @property
+    def num_unseen(self) -> int:
+        """Tokens generated until `stop` that no `next` has told, in all jobs."""
+        return sum(job.num_unseen for job in self._jobs)
+
     async def next(self) -> Arrival | None:
         """The next tokens of any job, None: all have ended. Raises what a job raises; the others can go on."""
         while True:
@@ -43,7 +48,11 @@ class FanIn:
                     return None
                 await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
             number = next(number for number, read in self._reads.items() if read.done())
-            delta = self._reads.pop(number).result()
+            read = self._reads.pop(number)
+            if read.cancelled():  # not by us: whoever carries the call has seen the client leave before we did
+                self._jobs[number].break_off()
+                continue
+            delta = read.result()
             if delta is not None:
                 return Arrival(job=number, delta=delta)
 

@@ -103,6 +103,6 @@ class Output:
         """What the prompts of `jobs`, and all outputs, come to."""
         return Usage(
             prompt_tokens=sum(len(self._work.prompts[job].token_ids) for job in jobs),
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices) + self._source.num_unseen,
             cached_tokens=sum(self._cached_tokens.get(job, 0) for job in jobs),
         )

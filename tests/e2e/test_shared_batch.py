@@ -57,5 +57,5 @@ async def test_every_one_of_many_clients_gets_its_own_answer_out_of_one_batch(ru
     assert sorted(joined) == sorted(left)
     changing = [step for step in steps if step["joined"] or step["left"]]
     assert len(changing) > len(steps) / 2
-    assert max(step["num_decode_tokens"] for step in steps) > NUM_CLIENTS / 2
-    assert {step["num_padding_tokens"] for step in steps} == {0}
+    assert max(step["tokens"]["decode"] for step in steps) > NUM_CLIENTS / 2
+    assert {step["tokens"]["graph_padding"] for step in steps} == {0}

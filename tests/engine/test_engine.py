@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.api import FinishReason, RequestRefusedError
+from engine.api import FinishReason, PlaceAccount, RequestRefusedError
 from engine.config import StepCost
 from engine.simulated import SimulatedExecutor
 from tests.engine.makers import EOS, VOCAB, VirtualClock, expected_output, make_engine, request, run_to_end, sampling
@@ -81,10 +81,14 @@ def test_every_step_is_accounted_for() -> None:
     engine.add(request("b", num_prompt=20, sampling=sampling(1, ignore_eos=True)))
     run_to_end(engine)
     first, second = engine.recent_steps()
-    assert (first.joined, first.left, first.num_prefill_tokens, first.num_decode_tokens) == (("a", "b"), (), 16, 0)
-    assert (second.joined, second.left, second.num_prefill_tokens, second.num_decode_tokens) == ((), ("a", "b"), 8, 1)
+    assert (first.joined, first.left, first.tokens.new_prefill, first.tokens.decode) == (("a", "b"), (), 16, 0)
+    assert (second.joined, second.left, second.tokens.new_prefill, second.tokens.decode) == ((), ("a", "b"), 8, 1)
+    assert (first.tokens.budget, first.tokens.unused, second.tokens.unused) == (16, 0, 7)
+    # After the first step: 16 tokens are computed, 9 more are known, of which one has no block yet.
+    assert first.places == PlaceAccount(total=256, live=16, reserved=8, tail_waste=0, cached_idle=0, free=232)
     assert (first.execute_s, second.execute_s) == (1 + 16 / 2 + 0.5, 1 + 9 / 2 + 0.5)
-    assert (first.num_running, second.num_running, second.num_free_blocks) == (2, 0, 64)
+    assert (first.num_running, second.num_running) == (2, 0)
+    assert (second.places.free + second.places.cached_idle, second.places.cached_idle) == (256, 24)
     stats = engine.stats()
     assert (stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_padding_tokens) == (24, 3, 0)
 

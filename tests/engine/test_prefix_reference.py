@@ -31,7 +31,7 @@ def prompts(smollm2: Path) -> list[tuple[int, ...]]:
     codec = TextCodec.load(smollm2)
     story, other = codec.encode(STORY * 3), codec.encode("Once there was a fox who could not swim. " * 8)
     around = [tuple(story[:length]) for length in (5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1, 2 * BLOCK)]
-    return around + [tuple([*story[: 3 * BLOCK], *other[: 2 * BLOCK + extra]]) for extra in (-1, 0, 1)]
+    return around + [(*story[: 3 * BLOCK], *other[: 2 * BLOCK + extra]) for extra in (-1, 0, 1)]
 
 
 def start(model_dir: Path, prefix_cache: PrefixCache) -> Engine:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
@@ -92,3 +92,34 @@ async def test_closing_before_anything_was_read_is_fine() -> None:
     await source.stop()
     await source.close()
     assert replicas.requests == []
+
+
+class TakenBack:
+    """A replica whose call is taken back when the client leaves, as Ray Serve does with what a request has called."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def generate(self, model: str, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(token_ids=(1, 2))
+        await self.gone.wait()
+        raise asyncio.CancelledError
+
+    async def cancel(self, model: str, request_id: str, index: int | None = None) -> int | None:
+        self.gone.set()
+        return 5
+
+
+async def test_what_a_call_that_was_taken_back_has_not_told_is_counted_all_the_same() -> None:
+    """Found end to end: clients that left in mid-stream were charged nothing, because the read was cancelled first."""
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9))
+    jobs = FanIn([Attempts(TakenBack(), "m", request, asyncio.get_running_loop().time() + 60)])
+    first = await jobs.next()
+    assert first is not None and first.delta.token_ids == (1, 2)
+    reading = asyncio.create_task(jobs.next())
+    await asyncio.sleep(0)
+    reading.cancel()
+    await jobs.stop()
+    assert await jobs.next() is None
+    assert jobs.num_unseen == 3
+    await jobs.close()
