@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.api import FinishReason, PlaceAccount, RequestRefusedError
-from engine.config import StepCost
+from engine.config import PrefixCache, StepCost
 from engine.simulated import SimulatedExecutor
 from tests.engine.makers import EOS, VOCAB, VirtualClock, expected_output, make_engine, request, run_to_end, sampling
 
@@ -127,3 +127,57 @@ def test_after_a_storm_of_cancels_every_count_is_back_to_zero() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert stats.num_preemptions > 0
     assert sorted(ended) == sorted(f"r{number}" for number in range(300))
+
+
+@pytest.mark.parametrize("prefix_cache", [PrefixCache.OFF, PrefixCache.TENANT])
+def test_what_can_never_fit_is_refused_and_what_outgrows_the_memory_ends_there(prefix_cache: PrefixCache) -> None:
+    """Case P-SCH-01: a pool smaller than the largest request; small ones behind it are served."""
+    engine = make_engine(num_blocks=8, max_model_len=256, prefix_cache=prefix_cache)
+    with pytest.raises(RequestRefusedError, match="33 tokens can never fit: the whole KV cache holds 32"):
+        engine.check_request(request(num_prompt=33, max_tokens=1))
+    outgrows = request("outgrows", num_prompt=8, sampling=sampling(200, ignore_eos=True))
+    engine.check_request(outgrows)
+    engine.add(outgrows)
+    small = [request(f"small{number}", num_prompt=4, max_tokens=3) for number in range(10)]
+    for each in small:
+        engine.add(each)
+    outputs = run_to_end(engine)
+    assert outputs["outgrows"] == expected_output(outgrows.prompt_token_ids, outgrows.sampling)[:25]
+    assert all(outputs[each.request_id] == expected_output(each.prompt_token_ids, each.sampling) for each in small)
+    assert engine.stats().num_preemptions <= 3
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_request_ends_in_the_step_after_its_time_is_over(num_steps: int) -> None:
+    """Waiting, while it computes its prompt, and while it decodes."""
+    clock = VirtualClock()
+    engine = make_engine(clock=clock)
+    engine.add(request(num_prompt=20, max_tokens=50, timeout_s=5.0))
+    for _ in range(num_steps):
+        engine.step()
+    clock.advance(5.0)
+    (last,) = engine.step()
+    assert last.delta.finish_reason is FinishReason.DEADLINE
+    assert (engine.has_work, engine.stats().num_used_blocks) == (False, 0)
+
+
+def test_a_waiting_request_is_told_what_it_waits_for() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for name in ("runs", "first", "second"):
+        engine.add(request(name, max_tokens=50))
+    for _ in range(3):
+        engine.step()
+    (runs,), (first,), (second,) = (engine.explain(name) for name in ("runs", "first", "second"))
+    assert (runs.status, runs.now) == ("running", None)
+    assert (first.now, first.waited_steps) == ("every slot is taken", {"slot": 3})
+    assert second.now == "behind first: every slot is taken"
+
+
+def test_a_chance_of_memory_is_told_with_its_numbers() -> None:
+    engine = make_engine(num_blocks=8)
+    engine.add(request("runs", num_prompt=8, max_tokens=20))
+    engine.step()
+    engine.add(request("large", num_prompt=20, max_tokens=2))
+    engine.step()
+    (large,) = engine.explain("large")
+    assert large.now == "needs 5 blocks, 5 are free or cached, 4 are kept for the growth of running sequences"
