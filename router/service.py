@@ -114,7 +114,7 @@ class Service:
             await asyncio.wait(self._background)
 
     def _output(self, work: Work, permit: Permit, deadline: float) -> Output:
-        jobs = work.jobs(permit.weight, self._draw_seed)
+        jobs = work.jobs(permit, self._draw_seed)
         source = FanIn([Attempts(self._replicas, work.model.id, job, deadline) for job in jobs])
         return Output(work, source, deadline, self._spawn)
 

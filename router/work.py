@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.api import AdmissionAsk, Lane
+from cluster.api import AdmissionAsk, Lane, Permit
 from engine.api import Choice, GenerateRequest
 from router.catalog import ServedModel
 from router.errors import Fault, invalid
@@ -40,11 +40,14 @@ class Work:
             longest_prompt_tokens=max(lengths) if len(lengths) > 1 else None,
         )
 
-    def jobs(self, weight: int, draw_seed: Callable[[], int]) -> list[GenerateRequest]:
-        """What each prompt asks of an engine. Without a seed of the client's each prompt gets one of its own."""
-        return [self._job(number, prompt, weight, draw_seed()) for number, prompt in enumerate(self.prompts)]
+    def jobs(self, permit: Permit, draw_seed: Callable[[], int]) -> list[GenerateRequest]:
+        """What each prompt asks of an engine, in the lane of the permit, to which waiting may have lifted it.
 
-    def _job(self, number: int, prompt: EncodedPrompt, weight: int, seed: int) -> GenerateRequest:
+        Without a seed of the client's each prompt gets one of its own.
+        """
+        return [self._job(number, prompt, permit, draw_seed()) for number, prompt in enumerate(self.prompts)]
+
+    def _job(self, number: int, prompt: EncodedPrompt, permit: Permit, seed: int) -> GenerateRequest:
         room = self.model.max_model_len - len(prompt.token_ids)
         bound = output_bound(self.request, len(prompt.token_ids), self.model.max_model_len)
         return GenerateRequest(
@@ -52,8 +55,8 @@ class Work:
             prompt_token_ids=prompt.token_ids,
             sampling=self.request.sampling(max_tokens=room if bound is None else bound, seed=seed),
             tenant=self.tenant,
-            weight=weight,
-            lane=self.lane,
+            weight=permit.weight,
+            lane=permit.lane,
             choices=tuple(Choice(index=index) for index in range(self.request.n)),
         )
 
