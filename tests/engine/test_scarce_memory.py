@@ -50,7 +50,7 @@ def test_recomputed_tokens_change_no_answer_and_are_not_charged() -> None:
     """Case P-SCH-04: memory for three of eight, mixed lanes, 200 tokens each."""
     engine = make_engine(num_blocks=3 * 53, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=220)
     asked = [
-        request(f"r{number}", num_prompt=10, lane=2 - number // 3, sampling=sampling(200, ignore_eos=True))
+        request(f"r{number}", num_prompt=10, lane=1 + number // 4, sampling=sampling(200, ignore_eos=True))
         for number in range(8)
     ]
     outputs: dict[str, list[int]] = {}
@@ -58,11 +58,15 @@ def test_recomputed_tokens_change_no_answer_and_are_not_charged() -> None:
         engine.add(each)
         for _ in range(3):
             collect(engine.step(), outputs)
+    for number in range(6):  # large ones of the highest lane, which push others out
+        engine.add(request(f"urgent{number}", num_prompt=180, lane=0, sampling=sampling(1)))
+        for _ in range(40):
+            collect(engine.step(), outputs)
     while engine.has_work:
         collect(engine.step(), outputs)
     for each in asked:
         assert outputs[each.request_id] == expected_output(each.prompt_token_ids, each.sampling)
     stats = engine.stats()
-    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (80, 1600)
-    assert stats.num_preemptions == sum(len(each.preempted) for each in engine.recent_steps()) >= 5
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (80 + 6 * 180, 1600 + 6)
+    assert stats.num_preemptions == sum(len(each.preempted) for each in engine.recent_steps()) >= 10
     assert stats.num_used_blocks == 0
