@@ -20,6 +20,9 @@ from engine.config import Dtype, ExecutorKind
 
 LOCAL_CONFIG = Path(__file__).parents[2] / "deployments" / "configs" / "local.yaml"
 SIMULATED_MODEL = "simulated"
+CRAMPED_MODEL = "cramped"
+CRAMPED_SLOTS = 4
+CRAMPED_KV_TOKENS = 4800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,17 @@ def simulated_model() -> ModelSection:
     return ModelSection(id=SIMULATED_MODEL, model=DEFAULT_MODEL, num_cpus=0, engine=engine)
 
 
+def cramped_model() -> ModelSection:
+    """A simulated model that is soon full: memory for little more than its slots."""
+    engine = EngineSection(
+        executor=ExecutorKind.SIMULATED,
+        max_num_seqs=CRAMPED_SLOTS,
+        block_size=16,
+        num_kv_blocks=CRAMPED_KV_TOKENS // 16,
+    )
+    return ModelSection(id=CRAMPED_MODEL, model=DEFAULT_MODEL, num_cpus=0, engine=engine)
+
+
 def in_float32(model: ModelSection) -> ModelSection:
     """`model` in the precision in which its greedy answers do not depend on who shares the batch."""
     return model.model_copy(update={"engine": model.engine.model_copy(update={"dtype": Dtype.FLOAT32})})
@@ -69,7 +83,7 @@ def running(default_model: str) -> Iterator[Running]:
     """The service. Its keys are this run's own, so that nobody's are shown or spent."""
     keys = {name: f"rk-test-{secrets.token_hex(8)}" for name in ("API", "ADMIN", "TRIAL")}
     config = load_config(LOCAL_CONFIG)
-    service = LocalService(on_any_port(config, *map(in_float32, config.models), simulated_model()))
+    service = LocalService(on_any_port(config, *map(in_float32, config.models), simulated_model(), cramped_model()))
     with pytest.MonkeyPatch.context() as patch:
         for name, key in keys.items():
             patch.setenv(f"ROULANT_{name}_KEY", key)

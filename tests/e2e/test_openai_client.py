@@ -10,7 +10,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from deployments.models import DEFAULT_MODEL
-from tests.e2e.conftest import SIMULATED_MODEL, Running
+from tests.e2e.conftest import CRAMPED_MODEL, SIMULATED_MODEL, Running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model]
 
@@ -25,7 +25,7 @@ def client(running: Running) -> Iterator[OpenAI]:
 
 
 def test_models_are_listed_and_shown(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [DEFAULT_MODEL, SIMULATED_MODEL]
+    assert [model.id for model in client.models.list()] == [DEFAULT_MODEL, SIMULATED_MODEL, CRAMPED_MODEL]
     assert client.models.retrieve(DEFAULT_MODEL).id == DEFAULT_MODEL
 
 

@@ -115,7 +115,7 @@ def run_alone(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]
 
 
 def run_together(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """16 at a time: three arrivals for each step, more than can end in it, until the slots are full; long prompts among the short ones."""
+    """16 at a time: three arrivals a step, more than can end in it, until the slots are full; some prompts are long."""
     outputs: dict[str, list[int]] = {}
     arrivals = requests(prompts)
     arrivals = arrivals[::3] + arrivals[1::3] + arrivals[2::3]
