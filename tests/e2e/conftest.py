@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from deployments.config import EngineSection, ModelSection, RoulantConfig, load_config
+from deployments.config import EngineSection, KeySection, ModelSection, RoulantConfig, TenantSection, load_config
 from deployments.home import roulant_home
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, pull
@@ -34,6 +34,8 @@ class Running:
     api_key: str
     admin_key: str
     trial_key: str
+    neighbour_key: str
+    """Of a tenant without limits, who is not the one of `api_key`."""
 
     def client(self, key: str | None = None) -> OpenAI:
         """The official client; it does not try again by itself, so that tests see what the service says."""
@@ -66,6 +68,14 @@ def in_float32(model: ModelSection) -> ModelSection:
     return model.model_copy(update={"engine": model.engine.model_copy(update={"dtype": Dtype.FLOAT32})})
 
 
+def with_neighbour(config: RoulantConfig) -> RoulantConfig:
+    """`config` with a tenant more."""
+    key = KeySection(tenant="neighbour", file="neighbour", env="ROULANT_NEIGHBOUR_KEY")
+    return config.model_copy(
+        update={"tenants": (*config.tenants, TenantSection(id="neighbour")), "keys": (*config.keys, key)}
+    )
+
+
 def on_any_port(config: RoulantConfig, *models: ModelSection) -> RoulantConfig:
     """`config` with other models, on a free port."""
     return config.model_copy(update={"models": models, "http": config.http.model_copy(update={"port": 0})})
@@ -81,9 +91,10 @@ def default_model() -> str:
 @pytest.fixture(scope="session")
 def running(default_model: str) -> Iterator[Running]:
     """The service. Its keys are this run's own, so that nobody's are shown or spent."""
-    keys = {name: f"rk-test-{secrets.token_hex(8)}" for name in ("API", "ADMIN", "TRIAL")}
+    keys = {name: f"rk-test-{secrets.token_hex(8)}" for name in ("API", "ADMIN", "TRIAL", "NEIGHBOUR")}
     config = load_config(LOCAL_CONFIG)
-    service = LocalService(on_any_port(config, *map(in_float32, config.models), simulated_model(), cramped_model()))
+    models = (*map(in_float32, config.models), simulated_model(), cramped_model())
+    service = LocalService(on_any_port(with_neighbour(config), *models))
     with pytest.MonkeyPatch.context() as patch:
         for name, key in keys.items():
             patch.setenv(f"ROULANT_{name}_KEY", key)
@@ -96,6 +107,7 @@ def running(default_model: str) -> Iterator[Running]:
                 api_key=keys["API"],
                 admin_key=keys["ADMIN"],
                 trial_key=keys["TRIAL"],
+                neighbour_key=keys["NEIGHBOUR"],
             )
         finally:
             service.stop()
