@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.api import AdmissionSnapshot, ModelSnapshot, TenantSnapshot
 from deployments.handles import ServeReplicas
 from deployments.replica import ReplicaReport
-from engine.api import EngineError, EngineStats
+from engine.api import EngineError, EngineStats, Explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,15 @@ class ReplicasView:
     replicas: tuple[ReplicaReport, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainView:
+    """One request that an engine holds: why each of its sequences runs or waits."""
+
+    request_id: str
+    model: str
+    sequences: tuple[Explanation, ...]
+
+
 class ServeViews:
     """Implements `router.api.OperatorViews`."""
 
@@ -54,6 +63,19 @@ class ServeViews:
     async def replicas(self, num_steps: int) -> ReplicasView:
         engines = await asyncio.gather(*(self._engines(model, num_steps) for model in self._replicas.models))
         return ReplicasView(replicas=tuple(report for reports in engines for report in reports))
+
+    async def explain(self, request_id: str) -> ExplainView | None:
+        answers = await asyncio.gather(*(self._explanations(model, request_id) for model in self._replicas.models))
+        for model, sequences in zip(self._replicas.models, answers, strict=True):
+            if sequences:
+                return ExplainView(request_id=request_id, model=model, sequences=tuple(sequences))
+        return None
+
+    async def _explanations(self, model: str, request_id: str) -> list[Explanation]:
+        try:
+            return await self._replicas.explain(model, request_id)
+        except EngineError:
+            return []
 
     async def _engines(self, model: str, num_steps: int = 0) -> list[ReplicaReport]:
         try:

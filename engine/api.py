@@ -137,7 +137,8 @@ class GenerateRequest:
     """One prompt, and one output or several (OpenAI's ``n``); the prompt is computed once for all of them.
 
     ``lane`` orders waiting sequences, lower goes first, and takes room from higher ones if need be. Within a lane
-    tenants share in proportion to their ``weight``. ``timeout_s`` counts from intake.
+    tenants share in proportion to their ``weight``. ``timeout_s`` counts from intake. Ids that differ after a dot only
+    (``job.0``, ``job.1``) are explained together as ``job``.
     """
 
     request_id: str
@@ -312,7 +313,7 @@ class Engine(Protocol):
         """The last steps, oldest first; bounded."""
 
     async def explain(self, request_id: str) -> list[Explanation]:
-        """Why the open sequences of a request wait or run; empty if it has ended or is unknown."""
+        """Why the open sequences of a request, or of all ``{request_id}.…``, wait or run; empty if none is open."""
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine has stopped."""

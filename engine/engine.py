@@ -160,8 +160,12 @@ class Engine:
         return self._end(sequences, FinishReason.HANDED_BACK)
 
     def explain(self, request_id: str) -> list[Explanation]:
-        """Why the open sequences of a request wait or run."""
-        return [self._roster.explain(each) for each in self._roster.sequences if each.request_id == request_id]
+        """See `engine.api.Engine.explain`."""
+        return [
+            self._roster.explain(each)
+            for each in self._roster.sequences
+            if each.request_id == request_id or each.request_id.startswith(f"{request_id}.")
+        ]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots and sequences do not add up."""

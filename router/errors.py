@@ -57,6 +57,7 @@ class Fault(Enum):
     MODEL_NOT_ALLOWED = _row(403, "permission_error", "model_not_allowed")
     ADMIN_ONLY = _row(403, "permission_error", "admin_key_required")
     MODEL_NOT_FOUND = _row(404, "not_found_error", "model_not_found")
+    REQUEST_NOT_FOUND = _row(404, "not_found_error", "request_not_found")
     ROUTE_NOT_FOUND = _row(404, "not_found_error", "route_not_found")
     METHOD_NOT_ALLOWED = _row(405, "invalid_request_error", "method_not_allowed")
     BODY_TOO_LARGE = _row(413, "invalid_request_error", "body_too_large")

@@ -51,6 +51,9 @@ class OperatorViews(Protocol):
     async def replicas(self, num_steps: int) -> object:
         """Per model and replica the engine's counts and its last `num_steps` steps."""
 
+    async def explain(self, request_id: str) -> object | None:
+        """Why each sequence of a request runs or waits in its engine; None: no engine holds it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
@@ -78,6 +81,7 @@ def build_http_app(wiring: Wiring) -> FastAPI:
         ("POST", "/detokenize", routes.detokenize),
         ("GET", "/admin/v1/queue", routes.show_queue),
         ("GET", "/admin/v1/replicas", routes.show_replicas),
+        ("GET", "/admin/v1/requests/{id}/explain", routes.explain_request),
         ("GET", "/health/live", routes.live),
         ("GET", "/health/ready", routes.ready),
     ):
@@ -131,6 +135,17 @@ class Routes:
         if not asked.isdecimal() or len(asked) > MAX_STEPS_DIGITS:
             raise ApiError(Fault.INVALID_REQUEST, f"steps: {asked!r} is not a number of steps", param="steps")
         return JSONResponse(jsonable_encoder(await self._wiring.operator_views.replicas(int(asked))))
+
+    async def explain_request(self, request: Request) -> Response:
+        # Clients know the request by the id of its answer, which begins with the kind of the answer.
+        name = request.path_params["id"].rpartition("-")[2]
+        view = await self._wiring.operator_views.explain(name)
+        if view is None:
+            raise ApiError(
+                Fault.REQUEST_NOT_FOUND,
+                f"no engine holds a request {name!r}; it waits for admission, has ended, or never was",
+            )
+        return JSONResponse(jsonable_encoder(view))
 
     async def live(self) -> Response:
         return answer(HealthAnswer(status="live"))

@@ -34,6 +34,9 @@ app.add_typer(models_app, name="models")
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="Address of the service (default: $ROULANT_URL, else this host, port 8000)")
 ]
+AdminKeyOption = Annotated[
+    str | None, typer.Option("--key", help="Admin key (default: $ROULANT_ADMIN_KEY, else this host's own)")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
 
 
@@ -99,9 +102,7 @@ def chat(
 @app.command(epilog="Example: roulant status --json")
 def status(
     url: UrlOption = None,
-    key: Annotated[
-        str | None, typer.Option(help="Admin key (default: $ROULANT_ADMIN_KEY, else this host's own)")
-    ] = None,
+    key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Is the service ready, what does it serve, and who is waiting? Exits with 1 when it is not ready."""
@@ -110,6 +111,21 @@ def status(
 
     with admin_client(url, key) as client:
         show_status(client, as_json=as_json)
+
+
+@app.command(epilog="Example: roulant explain chatcmpl-0f3a...")
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The id of the answer, as the client was told it")],
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Why does a request that is in an engine run, or wait? Exits with 1 when no engine holds it."""
+    from deployments.cli.client import admin_client
+    from deployments.cli.status import show_explanation
+
+    with admin_client(url, key) as client:
+        show_explanation(client, request_id, as_json=as_json)
 
 
 @models_app.command("pull", epilog="Example: roulant models pull smollm2-135m-instruct")

@@ -1,9 +1,10 @@
-"""`roulant status`: readiness, models and queues of a running service."""
+"""`roulant status` and `roulant explain`: what a running service says of itself, and of one request."""
 
 from __future__ import annotations
 
 import sys
 from typing import TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.table import Table
 from cluster.api import Lane
 from deployments.cli.client import ServiceClient
 from deployments.cli.terminal import CliError, say, say_json, stdout
-from engine.api import EngineStats, describe_memory
+from engine.api import EngineStats, Explanation, describe_memory
 
 T = TypeVar("T")
 
@@ -65,6 +66,11 @@ class _Queue(BaseModel):
     tenants: tuple[_Tenant, ...]
 
 
+class _Explanation(BaseModel):
+    model: str
+    sequences: tuple[Explanation, ...]
+
+
 class _Replica(BaseModel):
     model: str
     stats: EngineStats
@@ -96,6 +102,29 @@ def show_status(client: ServiceClient, *, as_json: bool) -> None:
         _show_queue(_parsed(TypeAdapter(_Queue), queue))
     if not ready:
         sys.exit(1)
+
+
+def show_explanation(client: ServiceClient, request_id: str, *, as_json: bool) -> None:
+    """Print why each sequence of a request runs or waits. Raises CliError, also if no engine holds the request."""
+    body = client.get_ok(f"/admin/v1/requests/{quote(request_id, safe='')}/explain").content
+    if as_json:
+        say_json(_parsed(TypeAdapter[dict[str, JsonValue]](dict[str, JsonValue]), body))
+        return
+    explanation = _parsed(TypeAdapter(_Explanation), body)
+    table = Table("sequence", "is", "lane", "cached tokens", "preempted", "waited (steps)", "waits because", box=None)
+    for each in explanation.sequences:
+        waited = ", ".join(f"{steps} {reason}" for reason, steps in each.waited_steps.items())
+        table.add_row(
+            each.sequence_id,
+            each.status,
+            Lane(each.lane).name.lower(),
+            str(each.num_cached_tokens),
+            str(each.num_preemptions),
+            waited or "not at all",
+            each.now or "-",
+        )
+    say(f"in an engine of {explanation.model}\n")
+    stdout().print(table)
 
 
 def _show_queue(queue: _Queue) -> None:

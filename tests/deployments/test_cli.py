@@ -24,7 +24,15 @@ from tests.deployments.fake_service import Canned, FakeService, error, events, f
 
 pytestmark = pytest.mark.usefixtures("home")
 
-COMMANDS = (("serve",), ("chat",), ("status",), ("models", "pull"), ("models", "list"), ("models", "size"))
+COMMANDS = (
+    ("serve",),
+    ("chat",),
+    ("status",),
+    ("explain",),
+    ("models", "pull"),
+    ("models", "list"),
+    ("models", "size"),
+)
 
 
 @pytest.fixture
@@ -65,6 +73,7 @@ def test_every_command_has_help_with_an_example(roulant: Run, command: tuple[str
         ("chat", "m", "--json"),
         ("serve", "--port", "70000"),
         ("status", "extra"),
+        ("explain",),
         ("models", "size"),
         ("models", "size", "m", "--tp", "0"),
         ("models", "size", "m", "--dtype", "auto"),
@@ -253,6 +262,40 @@ def test_the_memory_of_each_replica_is_told_in_a_line(service: FakeService) -> N
     service.answers["/admin/v1/replicas"] = Canned(body=json.dumps(replicas))
     with admin_client(service.url, "rk-admin") as client:
         assert memory_lines(client) == [f"tiny: {describe_memory(stats)}"]
+
+
+EXPLANATION = {
+    "request_id": "0f3a",
+    "model": "tiny",
+    "sequences": [
+        {
+            "sequence_id": "0f3a",
+            "status": "waiting",
+            "lane": 2,
+            "waited_steps": {"slot": 31},
+            "now": "every slot is taken",
+            "num_preemptions": 1,
+            "num_cached_tokens": 16,
+        }
+    ],
+}
+
+
+def test_a_request_is_explained_to_people_and_programs(roulant: Run, service: FakeService) -> None:
+    service.answers["/admin/v1/requests/cmpl-0f3a/explain"] = Canned(body=json.dumps(EXPLANATION))
+    assert roulant("explain", "cmpl-0f3a") == 0
+    last = roulant.out.splitlines()[-1].split()
+    assert last == ["0f3a", "waiting", "batch", "16", "1", "31", "slot", "every", "slot", "is", "taken"]
+    assert roulant("explain", "cmpl-0f3a", "--json") == 0
+    assert json.loads(roulant.out) == EXPLANATION
+    assert service.asked[0].key == "Bearer rk-admin"
+
+
+@pytest.mark.parametrize("name", ["ffff", "../../queue", "?x=1"])
+def test_a_request_that_no_engine_holds_exits_with_1(roulant: Run, busy: FakeService, name: str) -> None:
+    assert roulant("explain", name) == 1
+    assert "404" in roulant.err
+    assert busy.asked[0].path.startswith("/admin/v1/requests/")
 
 
 def test_status_of_a_service_that_is_not_ready_exits_with_1(roulant: Run, busy: FakeService) -> None:

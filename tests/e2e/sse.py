@@ -21,8 +21,9 @@ class Choice:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """What came: the text and the end of each output, when each chunk came, and what it cost."""
+    """What came: the id, the text and the end of each output, when each chunk came, and what it cost."""
 
+    id: str | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
     at: list[float] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -59,6 +60,7 @@ async def read(http: httpx.AsyncClient, body: dict[str, Any], watch: Watch | Non
                 continue
             assert stream.error is None
             heads.add((chunk["id"], chunk["object"], chunk["created"], chunk["model"]))
+            stream.id = chunk["id"]
             stream.at.append(time.monotonic())
             stream.usage = chunk.get("usage")
             for choice in chunk["choices"]:

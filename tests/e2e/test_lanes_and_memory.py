@@ -98,6 +98,26 @@ async def test_p_sch_02_equals_are_served_in_the_order_of_arrival_and_never_disp
     assert (await engine(running))["num_preemptions"] == before
 
 
+async def test_an_operator_is_told_what_became_of_a_request(running: Running, http: httpx.AsyncClient) -> None:
+    begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def first(stream: Stream) -> None:
+        if not begun.done():
+            assert stream.id is not None
+            begun.set_result(stream.id)
+
+    stream = asyncio.create_task(read(http, body(0, 400), first))
+    path = f"/admin/v1/requests/{await begun}/explain"
+    headers = {"Authorization": f"Bearer {running.admin_key}"}
+    during = await http.get(path, headers=headers)
+    await stream
+    after = await http.get(path, headers=headers)
+
+    (sequence,) = during.json()["sequences"]
+    assert (during.json()["model"], sequence["status"], sequence["now"]) == (CRAMPED_MODEL, "running", None)
+    assert (after.status_code, after.json()["error"]["code"]) == (404, "request_not_found")
+
+
 async def test_p_sch_01_what_can_never_fit_is_refused_and_delays_nobody(
     running: Running, http: httpx.AsyncClient
 ) -> None:

@@ -173,6 +173,14 @@ def test_a_waiting_request_is_told_what_it_waits_for() -> None:
     assert second.now == "behind first: every slot is taken"
 
 
+def test_the_parts_of_a_job_are_explained_together() -> None:
+    engine = make_engine()
+    for name in ("job.0", "job.1", "job2.0", "jo"):
+        engine.add(request(name))
+    assert [each.sequence_id for each in engine.explain("job")] == ["job.0", "job.1"]
+    assert engine.explain("job.") == engine.explain("other") == []
+
+
 def test_a_chance_of_memory_is_told_with_its_numbers() -> None:
     engine = make_engine(num_blocks=8)
     engine.add(request("runs", num_prompt=8, max_tokens=20))

@@ -240,12 +240,19 @@ def scores_of(num_top: int | None, token_ids: Sequence[int]) -> tuple[PositionLo
     )
 
 
+HELD = "0f3a"
+"""The request that an engine holds."""
+
+
 class FakeViews:
     async def queue(self) -> object:
         return {"models": [LIMITS]}
 
     async def replicas(self, num_steps: int) -> object:
         return {"steps asked for": num_steps}
+
+    async def explain(self, request_id: str) -> object | None:
+        return {"request_id": request_id} if request_id == HELD else None
 
 
 class House:

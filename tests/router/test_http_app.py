@@ -9,7 +9,7 @@ import pytest
 from cluster.api import LimitStatus, Refusal, RefusalCode
 from engine.api import EngineDeadError, RequestRefusedError
 from router.api import build_http_app
-from tests.router.fakes import ADMIN_KEY, CONTEXT, CREATED, KEY, MODEL, SMALL_KEY, House
+from tests.router.fakes import ADMIN_KEY, CONTEXT, CREATED, HELD, KEY, MODEL, SMALL_KEY, House
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
@@ -225,6 +225,7 @@ async def test_a_timeout_is_a_504_that_is_not_to_be_repeated(client: httpx.Async
         "/detokenize",
         "/admin/v1/queue",
         "/admin/v1/replicas",
+        "/admin/v1/requests/0f3a/explain",
         "/docs",
         "/openapi.json",
         "/metrics",
@@ -266,6 +267,18 @@ async def test_operators_see_the_replicas_and_as_many_steps_as_they_ask_for(clie
         response = await client.get("/admin/v1/replicas", params={"steps": wrong}, headers=key(ADMIN_KEY))
         assert error_of(response, 400)["param"] == "steps"
     error_of(await client.get("/admin/v1/replicas", headers=key(KEY)), 403)
+
+
+@pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-"])
+async def test_operators_see_why_a_request_waits_by_the_id_of_its_answer(
+    client: httpx.AsyncClient, prefix: str
+) -> None:
+    path = f"/admin/v1/requests/{prefix}{HELD}/explain"
+    response = await client.get(path, headers=key(ADMIN_KEY))
+    assert (response.status_code, response.json()) == (200, {"request_id": HELD})
+    error_of(await client.get(path), 403)
+    unknown = await client.get(f"/admin/v1/requests/{prefix}ffff/explain", headers=key(ADMIN_KEY))
+    assert error_of(unknown, 404)["code"] == "request_not_found"
 
 
 async def test_operators_see_the_queue_and_tenants_do_not(client: httpx.AsyncClient) -> None:
