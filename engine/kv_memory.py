@@ -22,7 +22,7 @@ from engine.prefix import block_name, root_name
 from engine.sequence import Sequence, Status
 
 GROWTH_TOKENS = 32
-"""How far ahead a newcomer must leave running sequences room to grow."""
+"""More costs slots that stand empty, less costs preemptions; see `benchmarks.scarce_memory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,18 @@ class Found:
 
 
 class KvMemory:
-    """The pool, and the rules for its use. `watermark`: the share of blocks that newcomers leave free."""
+    """The pool, and the rules for its use.
 
-    def __init__(self, pool: BlockPool, *, prefix_cache: PrefixCache, watermark: float) -> None:
+    `watermark`: the share of blocks that newcomers leave free; `growth_tokens`: how far ahead they leave running
+    sequences room to grow.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, prefix_cache: PrefixCache, watermark: float, growth_tokens: int = GROWTH_TOKENS
+    ) -> None:
         self.pool = pool
         self._prefix_cache = prefix_cache
+        self._growth_tokens = growth_tokens
         self._num_watermark_blocks = int(watermark * pool.num_blocks)
         self.num_found_tokens = 0
         """Tokens that the prefix index has saved from being computed, since start."""
@@ -116,7 +123,7 @@ class KvMemory:
 
     def room_to_grow(self, running: Iterable[Sequence]) -> int:
         """Blocks that a newcomer leaves to running sequences: the watermark, and what they will want for their next
-        `GROWTH_TOKENS` tokens."""
+        `growth_tokens` tokens."""
         return self._num_watermark_blocks + sum(self._growth_of(sequence) for sequence in running)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -158,7 +165,7 @@ class KvMemory:
 
     def _growth_of(self, sequence: Sequence) -> int:
         left = sequence.request.sampling.max_tokens - sequence.num_output
-        tokens = min(sequence.num_known + min(left, GROWTH_TOKENS), self.num_tokens)
+        tokens = min(sequence.num_known + min(left, self._growth_tokens), self.num_tokens)
         return max(0, self.pool.blocks_for(tokens) - len(sequence.block_ids))
 
     def _owner(self, sequence: Sequence) -> str:

@@ -173,6 +173,19 @@ def test_a_waiting_request_is_told_what_it_waits_for() -> None:
     assert second.now == "behind first: every slot is taken"
 
 
+def test_a_prompt_for_which_no_budget_is_left_is_told_so() -> None:
+    engine = make_engine()
+    for name in ("first", "second"):
+        engine.add(request(name, num_prompt=40))
+    for _ in range(3):
+        engine.step()
+    assert [engine.explain(name)[0].waited_steps for name in ("first", "second")] == [{}, {"budget": 2}]
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (2, 0)
+    engine.cancel("first")
+    engine.add(request("third"))
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+
+
 def test_the_parts_of_a_job_are_explained_together() -> None:
     engine = make_engine()
     for name in ("job.0", "job.1", "job2.0", "jo"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.api import Choice, GenerateRequest, TokenDelta
@@ -41,6 +43,16 @@ def test_a_prompt_finds_its_whole_blocks_and_computes_at_least_one_token(length:
     """Case P-COR-01: around whole numbers of blocks; nothing on the first run."""
     engine = make_engine()
     assert [cached(engine, ask(f"r{turn}", PROMPT[:length])) for turn in range(3)] == [0, hit, hit]
+
+
+def test_of_a_resumed_request_only_the_prompt_counts_as_cached() -> None:
+    engine = make_engine()
+    assert cached(engine, ask("first", PROMPT[:6])) == 0
+    output = expected_output(PROMPT[:6], sampling(3, ignore_eos=True))
+    resumed = replace(ask("again", PROMPT[:6]), choices=(Choice(resumed_token_ids=tuple(output[:2])),))
+    engine.add(resumed)
+    (last,) = engine.step()
+    assert (last.delta.token_ids, last.delta.num_cached_tokens) == ((output[2],), 5)
 
 
 def test_half_a_prompt_is_found_too() -> None:
