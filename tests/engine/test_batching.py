@@ -94,6 +94,7 @@ def test_a_member_that_had_to_step_back_returns_and_no_stranger_takes_its_seat(m
     run_to_end(engine)
     assert engine.stats().num_preemptions == 1
     assert joins(engine) == [["first to end", "last to end", "youngest"], ["youngest"], ["stranger"]]
+    assert [idle_slots(engine)[step - 1] for step in (30, 40)] == [0, 1], "its seat is not an idle one"
     (returned,) = [step for step in engine.recent_steps() if step.joined == ("youngest",)]
     assert returned.num_running == 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import kv_memory, preemption, scheduler
+from engine import preemption, scheduler, waiting
 from engine.config import BatchingMode
 from engine.hold import Hold, Obstacle
 from engine.records import Stepped
@@ -200,7 +200,7 @@ def test_another_rule_for_victims_decides_otherwise(
 
 
 def test_another_constant_decides_otherwise(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_memory, "GROWTH_TOKENS", 16)
+    monkeypatch.setattr(waiting, "TOKENS_PER_STEP_OF_AGE", 1)
     assert main([str(record)]) == 1
 
 
