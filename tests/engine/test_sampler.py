@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from engine.api import SamplingParams
 from engine.plan import Chunk
 from engine.randomness import _mix, uniform
-from engine.sampler import sample
+from engine.sampler import _draw_from_top, sample
 
 
 def chunk(position: int = 1, banned: tuple[int, ...] = (), **params: Any) -> Chunk:
@@ -90,6 +91,54 @@ def test_temperature_sharpens() -> None:
 def test_filters_keep_just_the_tokens_they_name(params: dict[str, Any], kept: set[int]) -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).double().log()
     assert set(draw(logits, 500, **params)) == kept
+
+
+def step_by_step(logits: list[float], params: dict[str, Any], number: float) -> int:
+    """The token that the filters, one after the other, and `number` choose; nothing is vectorised or left out."""
+    odds = [math.exp((logit - max(logits)) / params["temperature"]) for logit in logits]
+    ranked = sorted(range(len(odds)), key=lambda token_id: (-odds[token_id], token_id))
+    kept = ranked[: params["top_k"]]
+    total, before, nucleus = sum(odds[token_id] for token_id in kept), 0.0, []
+    for token_id in kept:
+        if params["top_p"] == 1 or before < params["top_p"] * total:
+            nucleus.append(token_id)
+        before += odds[token_id]
+    left = sorted(token_id for token_id in nucleus if odds[token_id] >= params["min_p"])
+    target = number * sum(odds[token_id] for token_id in left)
+    for token_id in left:
+        target -= odds[token_id]
+        if target < 0:
+            return token_id
+    return left[-1]
+
+
+@pytest.mark.parametrize("num_candidates", [1, 2, 5, 256])
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries(
+            {
+                # Few different ones, so that many are equal.
+                "logits": st.lists(st.sampled_from([-4.0, -2.0, -1.0, 0.0, 1.0]), min_size=24, max_size=24),
+                "top_k": st.sampled_from([None, 1, 2, 3, 7, 23, 24, 99]),
+                "top_p": st.sampled_from([1.0, 0.03, 0.37, 0.61, 0.93]),
+                "min_p": st.sampled_from([0.0, 0.01, 0.2, 0.9]),
+                "temperature": st.sampled_from([0.5, 1.0, 3.0]),
+            }
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_looking_at_few_tokens_first_changes_no_choice(num_candidates: int, rows: list[dict[str, Any]]) -> None:
+    """Also where whole plateaus of equals lie across the border of what is looked at."""
+    chunks = [
+        chunk(position, **{name: row[name] for name in row if name != "logits"}) for position, row in enumerate(rows)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_draw_from_top, "__defaults__", (num_candidates,))
+        taken = sample(torch.tensor([row["logits"] for row in rows]), chunks)
+    expected = [step_by_step(row["logits"], row, uniform(0, each.end)) for row, each in zip(rows, chunks, strict=True)]
+    assert taken == expected
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
