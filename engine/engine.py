@@ -55,11 +55,12 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Deadline:
-    """When the sequences with these arrival numbers have to have ended."""
+    """When the sequences with these arrival numbers have to have ended. Another request may have the name by then."""
 
     due_s: float
     first_arrival: int
     last_arrival: int
+    request_id: str
 
 
 class Engine:
@@ -141,14 +142,15 @@ class Engine:
             )
         self._roster.add(choices)
         if request.timeout_s is not None:
-            due = _Deadline(now + request.timeout_s, choices[0].arrival, choices[-1].arrival)
+            due_s = now + request.timeout_s
+            due = _Deadline(due_s, choices[0].arrival, choices[-1].arrival, request.request_id)
             heapq.heappush(self._deadlines, due)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Output]:
         """End the open sequences of a request, or that of one choice, now. They may just have ended by themselves."""
         if self._recorder is not None:
             self._recorder.note(Cancelled(at_s=self._clock(), request_id=request_id, index=index))
-        found = [each for each in self._roster.sequences if each.request_id == request_id]
+        found = self._roster.of_request(request_id)
         return self._end([each for each in found if index in (None, each.index)], FinishReason.CANCELLED)
 
     def hand_back(self) -> list[Output]:
@@ -161,11 +163,7 @@ class Engine:
 
     def explain(self, request_id: str) -> list[Explanation]:
         """See `engine.api.Engine.explain`."""
-        return [
-            self._roster.explain(each)
-            for each in self._roster.sequences
-            if each.request_id == request_id or each.request_id.startswith(f"{request_id}.")
-        ]
+        return [self._roster.explain(each) for each in self._roster.of_job(request_id)]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots and sequences do not add up."""
@@ -211,7 +209,8 @@ class Engine:
         outputs = []
         while self._deadlines and self._deadlines[0].due_s <= now:
             due = heapq.heappop(self._deadlines)
-            late = [each for each in self._roster.sequences if due.first_arrival <= each.arrival <= due.last_arrival]
+            choices = self._roster.of_request(due.request_id)
+            late = [each for each in choices if due.first_arrival <= each.arrival <= due.last_arrival]
             outputs += self._end(late, FinishReason.DEADLINE)
         return outputs
 

@@ -32,6 +32,7 @@ class Roster:
         self._shares = TenantShares()
         self._waiting = WaitingQueue(self._shares, aging_steps)
         self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, list[Sequence]] = {}  # the open sequences of each
         self._step = 0
         self._obstacle: Obstacle | None = None
         self._held: Counter[str] = Counter()  # in how many steps each kind of obstacle has closed the door
@@ -50,6 +51,16 @@ class Roster:
     def find(self, sequence_id: str) -> Sequence:
         """The open sequence of this name."""
         return self._sequences[sequence_id]
+
+    def of_request(self, request_id: str) -> list[Sequence]:
+        """The open sequences of a request."""
+        return list(self._requests.get(request_id, ()))
+
+    def of_job(self, name: str) -> list[Sequence]:
+        """The open sequences of a request, and of all whose names differ from it after a dot only. Takes time in the
+        number of all open requests."""
+        parts = [each for request_id, each in self._requests.items() if request_id.startswith(f"{name}.")]
+        return [*self.of_request(name), *(sequence for part in parts for sequence in part)]
 
     def head(self) -> Head | None:
         """Whose turn it is to join."""
@@ -80,6 +91,7 @@ class Roster:
             self._sequences[sequence.sequence_id] = sequence
             self._shares.open(sequence.tenant, sequence.request.weight)
             sequence.arrival_step = self._step
+        self._requests[choices[0].request_id] = list(choices)
         self._lead(choices)
 
     def begin_step(self, now: float) -> None:
@@ -148,6 +160,10 @@ class Roster:
         self.memory.release(sequence)
         self._shares.close(sequence.tenant)
         del self._sequences[sequence.sequence_id]
+        choices = self._requests[sequence.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._requests[sequence.request_id]
         self._lead([sibling for sibling in sequence.siblings if sibling.status is Status.WAITING])
         sequence.siblings = []
 
@@ -208,6 +224,8 @@ class Roster:
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks and sequences do not add up, or if something idle holds a block."""
         self.memory.check_integrity(self.sequences)
+        listed = [sequence for choices in self._requests.values() for sequence in choices]
+        assert {*listed} == {*self.sequences} and len(listed) == self.num_open, "requests and sequences differ"
         for sequence in self.sequences:
             running = sequence.status is Status.RUNNING
             assert running == (sequence in self.running), f"{sequence.sequence_id} is {sequence.status}"

@@ -161,6 +161,16 @@ def test_a_request_ends_in_the_step_after_its_time_is_over(num_steps: int) -> No
     assert (engine.has_work, engine.stats().num_used_blocks) == (False, 0)
 
 
+def test_the_deadline_of_one_that_has_ended_does_not_end_another_of_the_same_name() -> None:
+    clock = VirtualClock()
+    engine = make_engine(clock=clock)
+    engine.add(request("again", max_tokens=1, timeout_s=5.0))
+    run_to_end(engine)
+    engine.add(request("again", max_tokens=3, timeout_s=50.0))
+    clock.advance(10.0)
+    assert run_to_end(engine) == {"again": expected_output(request("again").prompt_token_ids, sampling(3))}
+
+
 def test_a_waiting_request_is_told_what_it_waits_for() -> None:
     engine = make_engine(max_num_seqs=1)
     for name in ("runs", "first", "second"):
