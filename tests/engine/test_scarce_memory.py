@@ -69,4 +69,5 @@ def test_recomputed_tokens_change_no_answer_and_are_not_charged() -> None:
     stats = engine.stats()
     assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (80 + 6 * 180, 1600 + 6)
     assert stats.num_preemptions == sum(len(each.preempted) for each in engine.recent_steps()) >= 10
+    assert stats.num_recomputed_tokens == sum(each.tokens.recomputed for each in engine.recent_steps()) > 0
     assert stats.num_used_blocks == 0

@@ -132,6 +132,8 @@ def test_a_higher_lane_takes_a_slot_from_the_lowest_one() -> None:
     collect(engine.step(), outputs)
     last = engine.recent_steps()[-1]
     assert (last.joined, last.preempted, len(outputs["urgent"])) == (("urgent",), ("batch",), 1)
+    (displaced,) = engine.explain("batch")
+    assert (displaced.status, displaced.num_preemptions) == ("waiting", 1)
     run_to_end(engine, outputs)
     for name in ("standard", "batch"):
         assert outputs[name] == expected_output(request(name).prompt_token_ids, sampling(12))
@@ -240,3 +242,19 @@ def test_two_backlogged_tenants_share_by_their_weights() -> None:
     served = [sum(name.startswith(tenant) for name in outputs) for tenant in ("small", "large")]
     assert served[0] == pytest.approx(15, abs=2)
     assert sum(served) >= 60
+
+
+def test_a_tenant_that_has_left_does_not_set_the_clock_for_those_that_come() -> None:
+    """What `steady` has had by then is not held against it: it goes on having its half."""
+    engine = make_engine(num_blocks=400, prefix_cache=PrefixCache.OFF, max_num_seqs=2)
+    for tenant, number in [("brief", 0), *(("steady", number) for number in range(30))]:
+        engine.add(request(f"{tenant}{number}", num_prompt=16, tenant=tenant, sampling=sampling(1)))
+    outputs: dict[str, list[int]] = {}
+    while len(outputs) < 15:
+        collect(engine.step(), outputs)
+    for number in range(30):
+        engine.add(request(f"new{number}", num_prompt=16, tenant="new", sampling=sampling(1)))
+    seen = len(outputs)
+    while len(outputs) < seen + 10:
+        collect(engine.step(), outputs)
+    assert sum(name.startswith("steady") for name in list(outputs)[seen:]) in (4, 5, 6)
