@@ -258,3 +258,14 @@ def test_a_tenant_that_has_left_does_not_set_the_clock_for_those_that_come() -> 
     while len(outputs) < seen + 10:
         collect(engine.step(), outputs)
     assert sum(name.startswith("steady") for name in list(outputs)[seen:]) in (4, 5, 6)
+
+
+def test_protection_ends_with_a_block_of_output() -> None:
+    scheduler, executor = make_scheduler(), PagedMemoryExecutor(4)
+    sequence = add(scheduler, "sequence", 1, max_tokens=12)
+    sequence.preemptions_in_a_row = 2
+    counts = []
+    for _ in range(5):
+        step(scheduler, executor)
+        counts.append(sequence.preemptions_in_a_row)
+    assert counts == [2, 2, 2, 0, 0]
