@@ -269,3 +269,20 @@ def test_protection_ends_with_a_block_of_output() -> None:
         step(scheduler, executor)
         counts.append(sequence.preemptions_in_a_row)
     assert counts == [2, 2, 2, 0, 0]
+
+
+def test_protection_asks_for_a_block_of_output_since_the_last_return() -> None:
+    """What it had produced before does not count, or one that has much would never be protected."""
+    scheduler, executor = make_scheduler(), PagedMemoryExecutor(4)
+    sequence = add(scheduler, "sequence", 1, max_tokens=20)
+    for _ in range(6):
+        step(scheduler, executor)
+    scheduler.roster.preempt(sequence)
+    sequence.preemptions_in_a_row = 2
+    counts = []
+    while len(counts) < 5:
+        num_output = sequence.num_output
+        step(scheduler, executor)
+        if sequence.num_output > num_output:
+            counts.append(sequence.preemptions_in_a_row)
+    assert counts == [2, 2, 2, 0, 0]

@@ -80,6 +80,13 @@ async def test_p_val_02_nothing_but_the_prompt_s_own_scores(four: httpx.AsyncCli
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
+async def test_offsets_of_an_answer_go_on_where_its_echo_ends(four: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": "abc", "logprobs": 1, "max_tokens": 2}
+    for echo, offsets in ((True, [0, 1, 2, 3, 4]), (False, [0, 1])):
+        (choice,) = (await four.post("/v1/completions", json=body | {"echo": echo})).json()["choices"]
+        assert choice["logprobs"]["text_offset"] == offsets
+
+
 async def test_p_val_07_an_echo_has_what_followed_a_nul(four: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "prompt": "left\u0000right", "echo": True, "max_tokens": 1}
     (choice,) = (await four.post("/v1/completions", json=body)).json()["choices"]
