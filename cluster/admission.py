@@ -14,20 +14,21 @@ for those whose time is over. A tenant or model that was not announced to the co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 
 from cluster import refusals
 from cluster.api import (
     AdmissionAsk,
     AdmissionSnapshot,
+    Directory,
     LimitStatus,
     Permit,
     Queued,
     QueuePolicy,
     Refusal,
-    Tenant,
     Usage,
+    WallClock,
 )
 from cluster.capacity import Fit, Need
 from cluster.fair_queue import Waiter
@@ -42,11 +43,12 @@ EXPECTED_OUTPUT_TOKENS = 256
 class AdmissionController:
     """Quota, fairness, priority and capacity in one place. Holds no lock, reads no clock, does no I/O."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], models: Collection[str], policy: QueuePolicy) -> None:
-        self._tenants = dict(tenants)
+    def __init__(self, directory: Directory, policy: QueuePolicy, clock: WallClock) -> None:
+        self._directory = directory
         self._policy = policy
-        self._ledger = Ledger(tenants)
-        self._gates = {model: ModelGate(model, policy) for model in models}
+        self._clock = clock
+        self._ledger = Ledger(directory, clock)
+        self._gates = {model: ModelGate(model, policy) for model in directory.models}
         self._waiting: dict[str, Waiter] = {}
         self._permits: dict[str, Permit] = {}
         self._latest_ns = 0
@@ -107,8 +109,10 @@ class AdmissionController:
         claim = Claim(
             request_id=permit.request_id,
             tenant=permit.tenant,
+            key=permit.key,
+            model=permit.model,
             prompt_tokens=permit.prompt_tokens,
-            tokens=permit.reserved_tokens,
+            output_tokens=permit.reserved_tokens - permit.prompt_tokens,
         )
         self._ledger.reserve(claim, owner, now_ns)
         if permit.request_id not in self._permits:
@@ -143,11 +147,21 @@ class AdmissionController:
             self._ledger.write_off(reservation, ran, now_ns)
         return [reservation.claim.request_id for reservation in lapsed]
 
+    # Terms change.
+
+    def put_in_force(self, now_ns: int) -> None:
+        """The directory has changed. Open requests go on; what was used under the old limits counts under the new."""
+        self._ledger.put_in_force(self._advance(now_ns))
+
+    def correct_clock(self, wall_ns: int, now_ns: int) -> None:
+        """The wall clock says `wall_ns`; see `cluster.calendar_window` for how far it is believed."""
+        self._clock.correct(wall_ns, self._advance(now_ns))
+
     # What others may see.
 
-    def limits(self, tenant: str, now_ns: int) -> LimitStatus:
-        """The tenant's rate limits now."""
-        return self._ledger.status(tenant, self._advance(now_ns))
+    def limits(self, tenant: str, now_ns: int, key: str | None = None) -> LimitStatus:
+        """The rate limits of a tenant and its key now, leaving aside those for single models."""
+        return self._ledger.status(tenant, key, None, self._advance(now_ns))
 
     def snapshot(self, now_ns: int) -> AdmissionSnapshot:
         """Every model and every tenant, for operators."""
@@ -167,15 +181,15 @@ class AdmissionController:
     # The steps.
 
     def _waiter(self, ask: AdmissionAsk, now_ns: int) -> Waiter:
-        """The request with what it reserves: an expected output is kept within what the tenant could ever be given."""
-        capacity = self._ledger.token_capacity(ask.tenant)
+        """The request with what it reserves: an expected output is kept within what its limits could ever hold."""
         output = ask.max_output_tokens
         if output is None:
+            room = self._ledger.output_room(ask.tenant, ask.key, ask.model, ask.prompt_tokens)
             expected = EXPECTED_OUTPUT_TOKENS * ask.num_sequences
-            output = expected if capacity is None else min(expected, max(0, capacity - ask.prompt_tokens))
+            output = expected if room is None else min(expected, room)
         return Waiter(
             ask=ask,
-            weight=self._tenants[ask.tenant].weight,
+            weight=self._directory.tenant(ask.tenant).weight,
             tokens=ask.prompt_tokens + output,
             deadline_ns=now_ns + round(self._policy.max_wait_s * NS_PER_S),
         )
@@ -194,7 +208,8 @@ class AdmissionController:
         shortfall = self._ledger.shortfall(_claim(waiter), now_ns)
         if shortfall is None:
             return None
-        return refusals.of_shortfall(waiter.ask, shortfall, self._status(waiter, now_ns))
+        output = waiter.tokens - waiter.ask.prompt_tokens
+        return refusals.of_shortfall(waiter.ask, shortfall, output, self._status(waiter, now_ns))
 
     def _refusal_by_model(self, gate: ModelGate, waiter: Waiter, now_ns: int) -> Refusal | None:
         """The request could never run, or would have to wait where no more may."""
@@ -239,6 +254,7 @@ class AdmissionController:
             status=self._status(waiter, now_ns),
             num_sequences=ask.num_sequences,
             weight=waiter.weight,
+            key=ask.key,
         )
         self._permits[ask.request_id] = permit
         return permit
@@ -254,7 +270,8 @@ class AdmissionController:
         return refusals.never_fits(waiter.ask, gate.capacity.largest_kv_tokens, self._status(waiter, now_ns))
 
     def _status(self, waiter: Waiter, now_ns: int) -> LimitStatus:
-        return self._ledger.status(waiter.ask.tenant, now_ns)
+        ask = waiter.ask
+        return self._ledger.status(ask.tenant, ask.key, ask.model, now_ns)
 
     def _gate(self, model: str) -> ModelGate:
         try:
@@ -267,13 +284,20 @@ class AdmissionController:
         return self._latest_ns
 
 
-_identity = attrgetter("tenant", "model", "prompt_tokens", "num_sequences")
+_identity = attrgetter("tenant", "key", "model", "prompt_tokens", "num_sequences")
 """What two messages about one request must agree in, asks and permits alike. A permit's lane may be a higher one."""
 
 
 def _claim(waiter: Waiter) -> Claim:
     ask = waiter.ask
-    return Claim(request_id=ask.request_id, tenant=ask.tenant, prompt_tokens=ask.prompt_tokens, tokens=waiter.tokens)
+    return Claim(
+        request_id=ask.request_id,
+        tenant=ask.tenant,
+        key=ask.key,
+        model=ask.model,
+        prompt_tokens=ask.prompt_tokens,
+        output_tokens=waiter.tokens - ask.prompt_tokens,
+    )
 
 
 def _queued(gate: ModelGate, waiter: Waiter) -> Queued:

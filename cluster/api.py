@@ -6,34 +6,54 @@ Pure data, no torch, no ray, no clock. The decision itself is `cluster.admission
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
+
+from cluster.calendar_window import WallClock
+from cluster.directory import (
+    MILLION,
+    PICO,
+    Charge,
+    Directory,
+    KeyTerms,
+    Level,
+    LimitKind,
+    Limits,
+    ModelTerms,
+    Organisation,
+    Scope,
+    Tenant,
+)
+from cluster.lane import Lane
 
 __all__ = [
+    "MILLION",
+    "PICO",
     "AdmissionAsk",
     "AdmissionSnapshot",
+    "Charge",
+    "Directory",
+    "KeyTerms",
     "Lane",
+    "Level",
+    "LimitKind",
     "LimitStatus",
     "Limits",
     "ModelSnapshot",
+    "ModelTerms",
+    "Organisation",
     "Permit",
     "QueuePolicy",
     "Queued",
     "Refusal",
     "RefusalCode",
+    "Scope",
     "Tenant",
     "TenantSnapshot",
     "Usage",
     "WaitingCount",
+    "WallClock",
     "WindowStatus",
 ]
-
-
-class Lane(IntEnum):
-    """A priority class. Lower goes first."""
-
-    INTERACTIVE = 0
-    STANDARD = 1
-    BATCH = 2
 
 
 class RefusalCode(StrEnum):
@@ -42,47 +62,16 @@ class RefusalCode(StrEnum):
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
     CONCURRENT_REQUESTS = "concurrent_requests"
+    TOKENS_PER_DAY = "tokens_per_day"
+    TOKENS_PER_MONTH = "tokens_per_month"
+    BUDGET = "budget"
     QUEUE_FULL = "queue_full"
     EXCEEDS_LIMIT = "exceeds_limit"
-    """The request alone is larger than the tenant's limit: it can never be admitted."""
+    """The request alone is larger than a limit that it falls under: it can never be admitted."""
     NO_CAPACITY = "no_capacity"
     """No replica was free, or none there, for too long."""
     KV_CAPACITY_EXCEEDED = "kv_capacity_exceeded"
     """A prompt alone is larger than the KV memory of every replica: it can never run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """A tenant's quota. None = unlimited, 0 = nothing allowed. `burst_s`: how many seconds' worth may come at once."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    burst_s: int = 60
-    concurrent_requests: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; a limit is None (unlimited) or at least 0")
-        if self.burst_s < 1:
-            raise ValueError(f"burst_s is {self.burst_s}; it is at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Who is served. `models` None = all. `weight`: share of capacity when several tenants wait in one lane."""
-
-    id: str
-    name: str
-    weight: int = 1
-    max_priority: Lane = Lane.INTERACTIVE
-    models: tuple[str, ...] | None = None
-    limits: Limits = Limits()
-
-    def __post_init__(self) -> None:
-        if self.weight < 1:
-            raise ValueError(f"the weight of tenant {self.id!r} is {self.weight}; it is at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +104,8 @@ class AdmissionAsk:
     max_output_tokens: int | None
     num_sequences: int = 1
     longest_prompt_tokens: int | None = None
+    key: str | None = None
+    """The id of the key that asks, whose limits bind too; None: only the tenant's do."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.num_sequences < 1:
@@ -136,11 +127,13 @@ class WindowStatus:
     limit: int
     remaining: int
     reset_s: float
+    scope: Scope | None = None
+    """Whose limit it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitStatus:
-    """The tenant's rate limits after a decision; None where unlimited."""
+    """The rate limits after a decision: of all scopes those with the least left. None where unlimited."""
 
     requests: WindowStatus | None = None
     tokens: WindowStatus | None = None
@@ -162,17 +155,21 @@ class Permit:
     num_sequences: int = 1
     weight: int = 1
     """The tenant's."""
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why not, and when to come back. `retry_after_s` None: never, unchanged."""
+    """Why not, and when to come back. `retry_after_s` None: never, unchanged. `scope`: whose quota it was, if one."""
 
     request_id: str
     code: RefusalCode
     message: str
     retry_after_s: int | None
     status: LimitStatus
+    scope: Scope | None = None
+    retry_after_ms: int | None = None
+    """The same, finer, where it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +187,7 @@ class Queued:
 class Usage:
     """Exact tokens of one request, as counted by the engine.
 
-    `cached_tokens`: how many of the prompt's did not need to be computed; they are charged like the others.
+    `cached_tokens`: how many of the prompt's did not need to be computed; see `ModelTerms` for how they are charged.
     """
 
     prompt_tokens: int

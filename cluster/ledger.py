@@ -1,8 +1,9 @@
-"""Quota: what each tenant may use, has reserved and has used.
+"""Quota: what each scope may use, has reserved and has used.
 
-A request is charged in two steps, for its output is not known when it is admitted. `reserve` takes one request, its
-prompt and the output that it asked for out of the tenant's rate windows, and one of its concurrent requests; `settle`
-replaces the reservation by what was really used. `shortfall` looks at all scopes before any is touched, so that a
+A request falls into several scopes: its model, its tenant's organisation, its tenant and its key, and each of the last
+three once more for this model (see `cluster.directory`). It is charged in two steps, for its output is not known when
+it is admitted. `reserve` takes one request, its prompt and the output that it asked for out of every limit of every
+scope; `settle` replaces that by what was really used. `shortfall` looks at all of them before any is touched, so that a
 refused request leaves no mark anywhere. Every reservation is settled exactly once, by the id of its request. What it
 did not use goes back at once; a request of which nothing ran gives back all of it, itself included.
 
@@ -16,60 +17,47 @@ reserved again as prepaid, and settling charges the difference: nothing is lost,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from math import inf
 
-from cluster.api import LimitStatus, Tenant, TenantSnapshot, Usage
-from cluster.rate_window import NS_PER_S, Debit, RateWindow
+from cluster.account import Account, MeterDebit, Shortfall, units
+from cluster.api import LimitStatus, TenantSnapshot, Usage, WindowStatus
+from cluster.calendar_window import WallClock
+from cluster.directory import Charge, Directory, Level, LimitKind, Scope, ScopeTerms
+from cluster.rate_window import NS_PER_S
 
 OWNER_LEASE_NS = 30 * NS_PER_S
 """Several heartbeats missed, and still under the minute after which phantom reservations are felt."""
 WRITE_OFF_MEMORY_NS = 600 * NS_PER_S
-CONCURRENCY_RETRY_NS = NS_PER_S
-"""Nobody knows when a running request ends: the shortest wait that can be told to a client."""
-
-
-class Scope(Enum):
-    """What a tenant's quota counts."""
-
-    REQUESTS_PER_MINUTE = auto()
-    TOKENS_PER_MINUTE = auto()
-    CONCURRENT_REQUESTS = auto()
+NOTHING = Charge()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one request reserves: itself, and `tokens` tokens of which `prompt_tokens` are its prompt."""
+    """What one request reserves: itself, its prompt, and the output that it may have."""
 
     request_id: str
     tenant: str
+    key: str | None
+    model: str
     prompt_tokens: int
-    tokens: int
+    output_tokens: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """The scope that binds longest. `capacity`: what it can hold at most. `retry_after_ns` None: waiting is no use."""
-
-    scope: Scope
-    limit: int
-    capacity: int
-    asked: int
-    left: int
-    retry_after_ns: int | None
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """An open claim. `prepaid`: its request and its prompt were charged already, when its owner was thought dead."""
+    """An open claim. `prepaid`: what was charged already, when its owner was thought dead."""
 
     claim: Claim
     owner: str
-    request_debit: Debit | None
-    token_debit: Debit | None
-    prepaid: bool
+    charge: Charge
+    prepaid: Charge
+    accounts: tuple[Account, ...]
+    debits: tuple[MeterDebit, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,66 +66,65 @@ class _WrittenOff:
     at_ns: int
 
 
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """Windows are None where the tenant is unlimited."""
-
-    concurrent_requests: int | None
-    requests: RateWindow | None
-    tokens: RateWindow | None
-    open: int = 0
-    reserved_tokens: int = 0
-    used_requests: int = 0
-    used_tokens: int = 0
-
-
 class Ledger:
-    """The accounts of a fixed set of tenants. An unknown tenant raises LookupError."""
+    """The accounts of all scopes of a directory. An unknown tenant or model raises LookupError.
 
-    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
-        self._accounts = {tenant_id: _account(tenant) for tenant_id, tenant in tenants.items()}
+    An account is opened when it is first needed: a tenant that never comes costs nothing.
+    """
+
+    def __init__(self, directory: Directory, clock: WallClock) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._accounts: dict[Scope, Account] = {}
+        self._chains: dict[tuple[str, str | None, str | None], tuple[Account, ...]] = {}
         self._open: dict[str, Reservation] = {}
         self._heard_ns: dict[str, int] = {}
         self._written_off: OrderedDict[str, _WrittenOff] = OrderedDict()
 
-    def token_capacity(self, tenant: str) -> int | None:
-        """The most tokens that one request of the tenant can ever reserve; None = any number."""
-        window = self._account(tenant).tokens
-        return window.capacity if window else None
+    def output_room(self, tenant: str, key: str | None, model: str, prompt_tokens: int) -> int | None:
+        """The most output tokens that a request with such a prompt could ever reserve; None = any number."""
+        terms = self._directory.model(model)
+        rooms = [
+            account.output_room(prompt_tokens, terms.prompt_price, terms.completion_price)
+            for account in self._chain(tenant, key, model)
+        ]
+        return min((room for room in rooms if room is not None), default=None)
 
     def shortfall(self, claim: Claim, now_ns: int) -> Shortfall | None:
-        """Why `claim` cannot be reserved now, None if it can. When the answer's time is over, all scopes have room."""
-        account = self._account(claim.tenant)
+        """Why `claim` cannot be reserved now: what binds longest. None: it can.
+
+        When the answer's time is over, all limits of all scopes have room.
+        """
+        charge = self._charge(claim)
         found = [
-            _window_shortfall(Scope.REQUESTS_PER_MINUTE, account.requests, 1, now_ns),
-            _window_shortfall(Scope.TOKENS_PER_MINUTE, account.tokens, claim.tokens, now_ns),
-            _concurrency_shortfall(account),
+            shortfall
+            for account in self._chain(claim.tenant, claim.key, claim.model)
+            for shortfall in account.shortfalls(charge, now_ns)
         ]
-        binding = [shortfall for shortfall in found if shortfall is not None]
-        return max(binding, key=lambda s: inf if s.retry_after_ns is None else s.retry_after_ns, default=None)
+        return max(found, key=lambda s: inf if s.retry_after_ns is None else s.retry_after_ns, default=None)
 
     def reserve(self, claim: Claim, owner: str, now_ns: int) -> None:
         """Take what `claim` needs, into debt if need be: who may not go into debt asks `shortfall` first.
 
         A claim that is open already only changes its owner.
         """
-        account = self._account(claim.tenant)
+        accounts = self._chain(claim.tenant, claim.key, claim.model)
         self.renew(owner, now_ns)
         known = self._open.get(claim.request_id)
         if known is not None:
             self._open[claim.request_id] = replace(known, owner=owner)
             return
-        prepaid = self._written_off.pop(claim.request_id, None) is not None
-        tokens = claim.tokens - (claim.prompt_tokens if prepaid else 0)
+        charge = self._charge(claim)
+        prepaid = self._charge_of_prompt(claim) if self._written_off.pop(claim.request_id, None) else NOTHING
+        due = charge.less(prepaid)
         self._open[claim.request_id] = Reservation(
             claim=claim,
             owner=owner,
-            request_debit=account.requests.debit(1, now_ns) if account.requests and not prepaid else None,
-            token_debit=account.tokens.debit(tokens, now_ns) if account.tokens else None,
+            charge=charge,
             prepaid=prepaid,
+            accounts=accounts,
+            debits=tuple(debit for account in accounts for debit in account.reserve(charge, due, now_ns)),
         )
-        account.open += 1
-        account.reserved_tokens += claim.tokens
 
     def settle(self, request_id: str, usage: Usage | None, now_ns: int) -> bool:
         """Charge what was used (None: nothing ran) in place of what was reserved. False: not open, nothing done."""
@@ -147,19 +134,13 @@ class Ledger:
         reservation = self._open.pop(request_id, None)
         if reservation is None:
             return False
-        claim = reservation.claim
-        account = self._accounts[claim.tenant]
-        account.open -= 1
-        account.reserved_tokens -= claim.tokens
-        requests = (usage is not None) - reservation.prepaid
-        tokens = (usage.total_tokens if usage else 0) - (claim.prompt_tokens if reservation.prepaid else 0)
-        account.used_requests += requests
-        account.used_tokens += tokens
+        used = self._charge_of_usage(reservation.claim, usage) if usage else NOTHING
         # Of what was prepaid nothing goes back into the windows: how much they have forgotten of it is not known.
-        if account.requests and reservation.request_debit:
-            account.requests.settle(reservation.request_debit, requests, now_ns)
-        if account.tokens and reservation.token_debit:
-            account.tokens.settle(reservation.token_debit, max(0, tokens), now_ns)
+        due = used.less(reservation.prepaid)
+        for debit in reservation.debits:
+            debit.settle(units(debit.kind, due), now_ns)
+        for account in reservation.accounts:
+            account.settle(reservation.charge, used, reservation.prepaid)
         return True
 
     def renew(self, owner: str, now_ns: int) -> None:
@@ -186,80 +167,74 @@ class Ledger:
         if ran:
             self._written_off[claim.request_id] = _WrittenOff(reservation=reservation, at_ns=now_ns)
 
-    def status(self, tenant: str, now_ns: int) -> LimitStatus:
-        """The tenant's rate limits as it may see them."""
-        account = self._account(tenant)
+    def status(self, tenant: str, key: str | None, model: str | None, now_ns: int) -> LimitStatus:
+        """The rate limits as the client may see them: of each kind that of the scope with the least left."""
         return LimitStatus(
-            requests=account.requests.status(now_ns) if account.requests else None,
-            tokens=account.tokens.status(now_ns) if account.tokens else None,
+            requests=self._binding(LimitKind.REQUESTS_PER_MINUTE, tenant, key, model, now_ns),
+            tokens=self._binding(LimitKind.TOKENS_PER_MINUTE, tenant, key, model, now_ns),
         )
 
     def snapshot(self, now_ns: int) -> tuple[TenantSnapshot, ...]:
-        """Every account."""
-        return tuple(
-            TenantSnapshot(
-                tenant=tenant,
-                open_reservations=account.open,
-                reserved_tokens=account.reserved_tokens,
-                used_requests=account.used_requests,
-                used_tokens=account.used_tokens,
-                limits=self.status(tenant, now_ns),
-            )
-            for tenant, account in self._accounts.items()
-        )
+        """Every tenant."""
+        return tuple(self._of_tenant(tenant, now_ns) for tenant in self._directory.tenants)
+
+    def put_in_force(self, now_ns: int) -> None:
+        """The directory has changed: what is open stays as it was reserved, all limits are the new ones from now on."""
+        self._chains.clear()
+        for account in self._accounts.values():
+            terms = self._directory.terms(account.scope)
+            if terms is not None:
+                account.put_in_force(terms, now_ns)
 
     def check_integrity(self, open_requests: set[str]) -> None:
         """Assert that exactly `open_requests` are reserved and that every account agrees with its reservations."""
         assert set(self._open) == open_requests
         assert all(reservation.owner in self._heard_ns for reservation in self._open.values())
-        for tenant, account in self._accounts.items():
-            mine = [each for each in self._open.values() if each.claim.tenant == tenant]
-            assert account.open == len(mine)
-            assert account.reserved_tokens == sum(each.claim.tokens for each in mine)
-            if account.requests:
-                account.requests.check_integrity(sum(each.request_debit is not None for each in mine))
-            if account.tokens:
-                account.tokens.check_integrity(sum(each.token_debit is not None for each in mine))
+        for account in self._accounts.values():
+            mine = [each for each in self._open.values() if account in each.accounts]
+            account.check_integrity([each.charge for each in mine], [debit for each in mine for debit in each.debits])
 
-    def _account(self, tenant: str) -> _Account:
-        try:
-            return self._accounts[tenant]
-        except KeyError:
-            raise LookupError(f"no tenant {tenant!r}; there are {sorted(self._accounts)}") from None
+    def _of_tenant(self, tenant: str, now_ns: int) -> TenantSnapshot:
+        account = self._accounts.get(Scope(level=Level.TENANT, id=tenant))
+        return TenantSnapshot(
+            tenant=tenant,
+            open_reservations=account.open if account else 0,
+            reserved_tokens=account.reserved_tokens if account else 0,
+            used_requests=account.used.requests if account else 0,
+            used_tokens=account.used.tokens if account else 0,
+            limits=self.status(tenant, None, None, now_ns),
+        )
 
+    def _binding(
+        self, kind: LimitKind, tenant: str, key: str | None, model: str | None, now_ns: int
+    ) -> WindowStatus | None:
+        found = [
+            window
+            for account in self._chain(tenant, key, model)
+            if (window := account.window_status(kind, now_ns)) is not None
+        ]
+        return min(found, key=lambda window: (window.remaining, -window.reset_s), default=None)
 
-def _account(tenant: Tenant) -> _Account:
-    limits = tenant.limits
-    per_minute = [
-        None if limit is None else RateWindow(limit=limit, burst_s=limits.burst_s)
-        for limit in (limits.requests_per_minute, limits.tokens_per_minute)
-    ]
-    return _Account(concurrent_requests=limits.concurrent_requests, requests=per_minute[0], tokens=per_minute[1])
+    def _chain(self, tenant: str, key: str | None, model: str | None) -> tuple[Account, ...]:
+        """The accounts of every scope that a request falls into."""
+        chain = self._chains.get((tenant, key, model))
+        if chain is None:
+            chain = tuple(self._account(terms) for terms in self._directory.scopes(tenant, key, model))
+            self._chains[tenant, key, model] = chain
+        return chain
 
+    def _account(self, terms: ScopeTerms) -> Account:
+        account = self._accounts.get(terms.scope)
+        if account is None:
+            account = self._accounts[terms.scope] = Account(terms, self._clock)
+        return account
 
-def _window_shortfall(scope: Scope, window: RateWindow | None, asked: int, now_ns: int) -> Shortfall | None:
-    retry_after_ns = window.retry_after_ns(asked, now_ns) if window else 0
-    if window is None or retry_after_ns == 0:
-        return None
-    return Shortfall(
-        scope=scope,
-        limit=window.limit,
-        capacity=window.capacity,
-        asked=asked,
-        left=window.status(now_ns).remaining,
-        retry_after_ns=retry_after_ns,
-    )
+    def _charge(self, claim: Claim) -> Charge:
+        return self._directory.model(claim.model).charge(claim.prompt_tokens, claim.output_tokens)
 
+    def _charge_of_prompt(self, claim: Claim) -> Charge:
+        return self._directory.model(claim.model).charge(claim.prompt_tokens, 0)
 
-def _concurrency_shortfall(account: _Account) -> Shortfall | None:
-    limit = account.concurrent_requests
-    if limit is None or account.open < limit:
-        return None
-    return Shortfall(
-        scope=Scope.CONCURRENT_REQUESTS,
-        limit=limit,
-        capacity=limit,
-        asked=1,
-        left=0,
-        retry_after_ns=CONCURRENCY_RETRY_NS if limit else None,
-    )
+    def _charge_of_usage(self, claim: Claim, usage: Usage) -> Charge:
+        terms = self._directory.model(claim.model)
+        return terms.charge(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)

@@ -71,7 +71,7 @@ class RateWindow:
 
     def __init__(self, *, limit: int, burst_s: int) -> None:
         self.limit = limit
-        self._capacity = max(limit * burst_s * NS_PER_S, NS_PER_MINUTE) if limit else 0
+        self._capacity = _capacity(limit, burst_s)
         self._latest_ns = 0
         self._full_at = 0  # scaled by the limit
         self._numbers = 0
@@ -116,12 +116,31 @@ class RateWindow:
         if not floor.open:
             del self._floors[k]
 
+    def left(self, now_ns: int) -> int:
+        """What can be taken now; never negative."""
+        return max(0, self._capacity - self._missing(now_ns)) // NS_PER_MINUTE
+
+    def change(self, limit: int, burst_s: int, now_ns: int) -> None:
+        """Another limit from now on. What is missing stays missing, but no more than the new capacity.
+
+        What is missing is counted in units, whatever the rate at which they come back; so floors stay what they are.
+        """
+        self._advance(now_ns)
+        capacity = _capacity(limit, burst_s)
+        missing = min(self._missing(now_ns), capacity)
+        self.limit, self._capacity = limit, capacity
+        self._full_at = self._latest_ns * limit + missing
+        for floor in self._floors:
+            floor.missing = min(floor.missing, missing)
+        if self._floors:
+            self._merge_older(len(self._floors) - 1)
+
     def status(self, now_ns: int) -> WindowStatus:
         """What the client may see; a debt shows as nothing remaining."""
         missing = self._missing(now_ns)
         return WindowStatus(
             limit=self.limit,
-            remaining=max(0, self._capacity - missing) // NS_PER_MINUTE,
+            remaining=self.left(now_ns),
             reset_s=-(-missing // self.limit) / NS_PER_S if self.limit else 0.0,
         )
 
@@ -153,3 +172,7 @@ class RateWindow:
             group.open += self._floors[first].open
         del self._floors[first:k]
         return first
+
+
+def _capacity(limit: int, burst_s: int) -> int:
+    return max(limit * burst_s * NS_PER_S, NS_PER_MINUTE) if limit else 0

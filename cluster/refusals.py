@@ -9,18 +9,24 @@ Retry-After is a whole number of seconds, rounded up, at least 1, and as true as
 
 from __future__ import annotations
 
-from cluster.api import AdmissionAsk, LimitStatus, Refusal, RefusalCode
-from cluster.ledger import Scope, Shortfall
+from dataclasses import replace
+
+from cluster.account import Shortfall
+from cluster.api import PICO, AdmissionAsk, LimitKind, LimitStatus, Refusal, RefusalCode
 from cluster.model_gate import FullQueue
 from cluster.rate_window import NS_PER_S
 
+NS_PER_MS = NS_PER_S // 1000
 NO_CAPACITY_RETRY_S = 5
 """A replica takes seconds to minutes to load; asking every few seconds costs nothing and loses little."""
 
 _CODES = {
-    Scope.REQUESTS_PER_MINUTE: RefusalCode.REQUESTS_PER_MINUTE,
-    Scope.TOKENS_PER_MINUTE: RefusalCode.TOKENS_PER_MINUTE,
-    Scope.CONCURRENT_REQUESTS: RefusalCode.CONCURRENT_REQUESTS,
+    LimitKind.REQUESTS_PER_MINUTE: RefusalCode.REQUESTS_PER_MINUTE,
+    LimitKind.TOKENS_PER_MINUTE: RefusalCode.TOKENS_PER_MINUTE,
+    LimitKind.CONCURRENT_REQUESTS: RefusalCode.CONCURRENT_REQUESTS,
+    LimitKind.TOKENS_PER_DAY: RefusalCode.TOKENS_PER_DAY,
+    LimitKind.TOKENS_PER_MONTH: RefusalCode.TOKENS_PER_MONTH,
+    LimitKind.BUDGET_PER_MONTH: RefusalCode.BUDGET,
 }
 
 
@@ -29,21 +35,22 @@ def whole_seconds(wait_ns: int) -> int:
     return max(1, -(-wait_ns // NS_PER_S))
 
 
-def of_shortfall(ask: AdmissionAsk, shortfall: Shortfall, status: LimitStatus) -> Refusal:
-    """A quota that does not suffice: now, or ever."""
-    code = _CODES[shortfall.scope]
-    limit = f"{code} of tenant {ask.tenant!r} is {shortfall.limit}"
+def of_shortfall(ask: AdmissionAsk, shortfall: Shortfall, output_tokens: int, status: LimitStatus) -> Refusal:
+    """A quota that does not suffice: now, or ever. `output_tokens`: what the request was to reserve for its output."""
+    code, kind = _CODES[shortfall.kind], shortfall.kind
+    limit = f"{kind} of {shortfall.scope} is {_amount(kind, shortfall.limit)}"
     retry_after_s = None if shortfall.retry_after_ns is None else whole_seconds(shortfall.retry_after_ns)
+    asked = _asked(ask, shortfall, output_tokens)
     if shortfall.limit == 0:
         message = f"{limit}: nothing is allowed"
     elif retry_after_s is None:
         code = RefusalCode.EXCEEDS_LIMIT
-        message = (
-            f"{limit}, at most {shortfall.capacity} at once, and {_asked(ask, shortfall)}: it can never be admitted"
-        )
+        message = f"{limit}, at most {_amount(kind, shortfall.capacity)} at once, and {asked}: it can never be admitted"
     else:
-        message = f"{limit}: {_asked(ask, shortfall)}, {shortfall.left} are left"
-    return _refusal(ask, code, message, retry_after_s, status)
+        message = f"{limit}: {asked}, {_amount(kind, shortfall.left)} are left"
+    retry_after_ms = None if shortfall.retry_after_ns is None else max(1, -(-shortfall.retry_after_ns // NS_PER_MS))
+    refusal = _refusal(ask, code, message, retry_after_s, status)
+    return replace(refusal, scope=shortfall.scope, retry_after_ms=retry_after_ms)
 
 
 def queue_full(ask: AdmissionAsk, full: FullQueue, status: LimitStatus) -> Refusal:
@@ -69,12 +76,19 @@ def waited_in_vain(ask: AdmissionAsk, waited_s: float, replicas: int, status: Li
     return _refusal(ask, RefusalCode.NO_CAPACITY, message, NO_CAPACITY_RETRY_S, status)
 
 
-def _asked(ask: AdmissionAsk, shortfall: Shortfall) -> str:
-    if shortfall.scope is not Scope.TOKENS_PER_MINUTE:
-        return "the request needs 1"
-    kind = "expected output" if ask.max_output_tokens is None else "output"
-    output = shortfall.asked - ask.prompt_tokens
-    return f"the request needs {shortfall.asked} ({ask.prompt_tokens} prompt + {output} {kind})"
+def _asked(ask: AdmissionAsk, shortfall: Shortfall, output_tokens: int) -> str:
+    asked = _amount(shortfall.kind, shortfall.asked)
+    if shortfall.kind in (LimitKind.REQUESTS_PER_MINUTE, LimitKind.CONCURRENT_REQUESTS):
+        return f"the request needs {asked}"
+    output = "expected output" if ask.max_output_tokens is None else "output"
+    return f"the request needs {asked} ({ask.prompt_tokens} prompt + {output_tokens} {output})"
+
+
+def _amount(kind: LimitKind, units: int) -> str:
+    """Units as people write them: money in whole currency, to the millionth."""
+    if kind is not LimitKind.BUDGET_PER_MONTH:
+        return str(units)
+    return f"{units / PICO:.6f}".rstrip("0").rstrip(".")
 
 
 def _refusal(

@@ -113,9 +113,9 @@ class AdmissionDesk:
                 self._controller.renew(owner, self._clock_ns())
         return Grants(known=self._owners.get(owner) is known, last=known.last, decisions=tuple(known.decisions))
 
-    async def limits(self, tenant: str) -> LimitStatus:
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
         """See `AdmissionLink.limits`."""
-        return self._controller.limits(tenant, self._clock_ns())
+        return self._controller.limits(tenant, self._clock_ns(), key)
 
     # For replicas.
 

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.admission import AdmissionController
-from cluster.api import AdmissionSnapshot, LimitStatus, QueuePolicy, Tenant
+from cluster.api import AdmissionSnapshot, Directory, LimitStatus, QueuePolicy, WallClock
 from deployments.admission import GRANTS_WAIT_S, AdmissionDesk
 from deployments.admission_wire import (
     AdmissionUnreachableError,
@@ -33,8 +33,7 @@ Answer = TypeVar("Answer")
 class AdmissionSettings:
     """What the controller starts with."""
 
-    tenants: tuple[Tenant, ...]
-    models: tuple[str, ...]
+    directory: Directory
     policy: QueuePolicy
 
 
@@ -43,8 +42,9 @@ class AdmissionActor(AdmissionDesk):
 
     async def __init__(self, settings: AdmissionSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         log_to_stderr()
-        tenants = {tenant.id: tenant for tenant in settings.tenants}
-        super().__init__(AdmissionController(tenants, settings.models, settings.policy), time.monotonic_ns)
+        clock = WallClock(wall_ns=time.time_ns(), now_ns=time.monotonic_ns())
+        controller = AdmissionController(settings.directory, settings.policy, clock)
+        super().__init__(controller, time.monotonic_ns)
         self._ticking = asyncio.create_task(self.tick_for_ever())
 
 
@@ -69,9 +69,9 @@ class AdmissionActorLink:
         """See AdmissionLink."""
         return await self._answer(self._get().grants.remote(owner, epoch, after), GRANTS_WAIT_S + CALL_TIMEOUT_S)
 
-    async def limits(self, tenant: str) -> LimitStatus:
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
         """See AdmissionLink."""
-        return await self._answer(self._get().limits.remote(tenant))
+        return await self._answer(self._get().limits.remote(tenant, key))
 
     async def report(self, report: CapacityReport) -> None:
         """Hand in what a replica can hold. Raises AdmissionUnreachableError."""

@@ -111,10 +111,10 @@ class AdmissionClient:
         self._all_closed.clear()
         self._post(_ending(request_id, usage))
 
-    async def limits(self, tenant: str) -> LimitStatus:
-        """The tenant's rate limits now; empty (no headers) while the actor cannot be asked."""
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
+        """The rate limits of a tenant and its key now; empty (no headers) while the actor cannot be asked."""
         try:
-            return await self._link.limits(tenant)
+            return await self._link.limits(tenant, key)
         except AdmissionUnreachableError:
             return LimitStatus()
 

@@ -88,5 +88,5 @@ class AdmissionLink(Protocol):
     async def grants(self, owner: str, epoch: str, after: int) -> Grants:
         """Wait (bounded) for decisions numbered above `after`; those up to it are acknowledged and forgotten."""
 
-    async def limits(self, tenant: str) -> LimitStatus:
-        """The tenant's rate limits now."""
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
+        """The rate limits of a tenant and its key now."""

@@ -13,7 +13,8 @@ from ray.serve import Application
 
 from cluster.api import Lane, Tenant
 from deployments.admission_actor import AdmissionActorLink, AdmissionSettings
-from deployments.config import KeySection, ModelSection, RoulantConfig, load_config
+from deployments.config import ModelSection, RoulantConfig, load_config
+from deployments.config_terms import KeySection
 from deployments.home import roulant_home, secret
 from deployments.ingress import Ingress, IngressSettings, ModelListing
 from deployments.models import model_path
@@ -73,8 +74,7 @@ def admission_link(config: RoulantConfig) -> AdmissionActorLink:
     """How to reach the admission actor of a service with this configuration."""
     return AdmissionActorLink(
         AdmissionSettings(
-            tenants=tuple(section.tenant() for section in config.tenants),
-            models=tuple(model.id for model in config.models),
+            directory=config.directory(),
             policy=config.admission.queue_policy(),
         )
     )
@@ -124,7 +124,7 @@ def _callers(config: RoulantConfig) -> Mapping[str, Caller]:
 def _caller(key: KeySection, tenant: Tenant) -> Caller:
     return Caller(
         tenant=tenant.id,
-        key_id=f"{tenant.id}/{key.file}",
+        key_id=key.id,
         models=None if tenant.models is None else frozenset(tenant.models),
         max_lane=tenant.max_priority,
         default_lane=max(Lane.STANDARD, tenant.max_priority),

@@ -10,33 +10,35 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from cluster.api import Lane, Limits, QueuePolicy, Tenant
+from cluster.api import Directory, ModelTerms, QueuePolicy
+from deployments.config_terms import (
+    Count,
+    KeySection,
+    LimitsSection,
+    ModelName,
+    OrganisationSection,
+    Party,
+    PriceSection,
+    Seconds,
+    Section,
+    TenantSection,
+    per_token,
+)
 from engine.api import EngineError
 from engine.config import BatchingMode, Dtype, EngineConfig, ExecutorKind, KvDtype, PrefixCache
-
-Count = Annotated[int, Field(strict=True, ge=1)]
-Quota = Annotated[int, Field(strict=True, ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-ModelName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}$")]
-PriorityName = Literal["interactive", "standard", "batch"]
 
 
 class ConfigFileError(ValueError):
     """The configuration cannot be used. The message has one line per fault."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class EngineSection(_Section):
+class EngineSection(Section):
     """The engine of a model; see `engine.config.EngineConfig` for what each key means.
 
     `record_steps` is a folder here: every replica, also one that replaces another, writes a file of its own into it.
@@ -88,8 +90,11 @@ def config_of_replica(engine: EngineConfig, replica_id: str) -> EngineConfig:
     return replace(engine, record_steps=str(Path(engine.record_steps) / f"{replica_id}.jsonl"))
 
 
-class ModelSection(_Section):
-    """One served model. `model` is a folder, the name of a pulled model or its hub id; by default it is the id."""
+class ModelSection(Section):
+    """One served model. `model` is a folder, the name of a pulled model or its hub id; by default it is the id.
+
+    `limits` hold for everybody together. `cached_tokens_percent`: how much of a cached prompt token counts in quotas.
+    """
 
     id: ModelName
     model: str | None = None
@@ -99,55 +104,27 @@ class ModelSection(_Section):
     """Cores that Ray sets aside for each replica."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     engine: EngineSection = EngineSection()
+    limits: LimitsSection = LimitsSection()
+    price_per_million: PriceSection = PriceSection()
+    cached_tokens_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 100
 
     @property
     def source(self) -> str:
         return self.model or self.id
 
-
-class LimitsSection(_Section):
-    """A tenant's quota; an absent key is unlimited, 0 allows nothing."""
-
-    requests_per_minute: Quota | None = None
-    tokens_per_minute: Quota | None = None
-    burst_s: Count = 60
-    concurrent_requests: Quota | None = None
-
-
-class TenantSection(_Section):
-    """Who is served. `models` absent: all of them."""
-
-    id: Name
-    name: str | None = None
-    weight: Count = 1
-    max_priority: PriorityName = "interactive"
-    models: tuple[ModelName, ...] | None = None
-    limits: LimitsSection = LimitsSection()
-
-    def tenant(self) -> Tenant:
-        return Tenant(
+    def terms(self) -> ModelTerms:
+        price = self.price_per_million
+        return ModelTerms(
             id=self.id,
-            name=self.name or self.id,
-            weight=self.weight,
-            max_priority=Lane[self.max_priority.upper()],
-            models=self.models,
-            limits=Limits(**dict(self.limits)),
+            limits=self.limits.limits(),
+            prompt_price=per_token(price.prompt),
+            cached_price=per_token(price.prompt if price.cached_prompt is None else price.cached_prompt),
+            completion_price=per_token(price.completion),
+            cached_percent=self.cached_tokens_percent,
         )
 
 
-class KeySection(_Section):
-    """A key of a tenant: the value of the variable `env` if it is set, else kept in `$ROULANT_HOME/keys/<file>`.
-
-    The file is made, with a random key in it, when it is first needed.
-    """
-
-    tenant: Name
-    file: Name
-    env: Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")]
-    admin: StrictBool = False
-
-
-class HttpSection(_Section):
+class HttpSection(Section):
     """Where the service listens, and the largest body it reads."""
 
     host: str = "127.0.0.1"
@@ -156,7 +133,7 @@ class HttpSection(_Section):
     max_body_bytes: Count = 4 * 1024 * 1024
 
 
-class IngressSection(_Section):
+class IngressSection(Section):
     """The HTTP front: processes that parse, tokenise and stream."""
 
     replicas: Count = 1
@@ -164,7 +141,7 @@ class IngressSection(_Section):
     """Cores that Ray sets aside for each; 0 because a local front shares its cores with the model."""
 
 
-class AdmissionSection(_Section):
+class AdmissionSection(Section):
     """Bounds of the queue in front of each model; see `cluster.api.QueuePolicy`."""
 
     max_waiting_per_model: Count = 1024
@@ -176,10 +153,11 @@ class AdmissionSection(_Section):
         return QueuePolicy(**dict(self))
 
 
-class RoulantConfig(_Section):
+class RoulantConfig(Section):
     """A whole service."""
 
     models: tuple[ModelSection, ...]
+    organisations: tuple[OrganisationSection, ...] = ()
     tenants: tuple[TenantSection, ...]
     keys: tuple[KeySection, ...]
     http: HttpSection = HttpSection()
@@ -206,18 +184,57 @@ class RoulantConfig(_Section):
         _refuse_repeats("tenant id", [tenant.id for tenant in tenants])
         return tenants
 
+    @field_validator("organisations")
+    @classmethod
+    def _organisation_ids_are_unique(
+        cls, organisations: tuple[OrganisationSection, ...]
+    ) -> tuple[OrganisationSection, ...]:
+        _refuse_repeats("organisation id", [organisation.id for organisation in organisations])
+        return organisations
+
+    @field_validator("keys")
+    @classmethod
+    def _key_ids_are_unique(cls, keys: tuple[KeySection, ...]) -> tuple[KeySection, ...]:
+        _refuse_repeats("key of a tenant", [key.id for key in keys])
+        return keys
+
+    def directory(self) -> Directory:
+        """Who is served, on what terms."""
+        return Directory(
+            organisations=[section.organisation() for section in self.organisations],
+            tenants=[section.tenant() for section in self.tenants],
+            keys=[section.terms() for section in self.keys],
+            models=[section.terms() for section in self.models],
+        )
+
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
+        if unknown := next(self._unknown_references(), None):
+            raise ValueError(unknown)
+        return self
+
+    def _unknown_references(self) -> Iterator[str]:
         tenants = [tenant.id for tenant in self.tenants]
         models = [model.id for model in self.models]
+        organisations = [organisation.id for organisation in self.organisations]
         for index, key in enumerate(self.keys):
             if key.tenant not in tenants:
-                raise ValueError(f"keys[{index}].tenant: there is no tenant {key.tenant!r}{_hint(key.tenant, tenants)}")
+                yield f"keys[{index}].tenant: there is no tenant {key.tenant!r}{_hint(key.tenant, tenants)}"
         for tenant in self.tenants:
-            for name in tenant.models or ():
-                if name not in models:
-                    raise ValueError(f"tenant {tenant.id!r} may use {name!r}: no such model id{_hint(name, models)}")
-        return self
+            for name in set(tenant.models or ()) - set(models):
+                yield f"tenant {tenant.id!r} may use {name!r}: no such model id{_hint(name, models)}"
+            if tenant.parent is not None and tenant.parent not in organisations:
+                hint = _hint(tenant.parent, organisations)
+                yield f"tenant {tenant.id!r} has parent {tenant.parent!r}: no such organisation{hint}"
+        parties: dict[str, Sequence[Party]] = {
+            "organisations": self.organisations,
+            "tenants": self.tenants,
+            "keys": self.keys,
+        }
+        for kind, sections in parties.items():
+            for index, section in enumerate(sections):
+                for name in section.model_limits.keys() - set(models):
+                    yield f"{kind}[{index}].model_limits: no such model id {name!r}{_hint(name, models)}"
 
 
 def load_config(path: Path) -> RoulantConfig:
@@ -278,7 +295,7 @@ def _known_keys(fault: ErrorDetails) -> list[str]:
     """The keys of the section in which a fault lies: follow its path from the root through the field types."""
     section: type[BaseModel] = RoulantConfig
     for part in fault["loc"][:-1]:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in section.model_fields:
             section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
 

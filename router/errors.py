@@ -65,6 +65,9 @@ class Fault(Enum):
     REQUESTS_PER_MINUTE = _row(429, "rate_limit_error", "requests_per_minute")
     TOKENS_PER_MINUTE = _row(429, "rate_limit_error", "tokens_per_minute")
     CONCURRENT_REQUESTS = _row(429, "rate_limit_error", "concurrent_requests")
+    TOKENS_PER_DAY = _row(429, "rate_limit_error", "tokens_per_day")
+    TOKENS_PER_MONTH = _row(429, "rate_limit_error", "tokens_per_month")
+    BUDGET = _row(429, "insufficient_quota", "budget", x_should_retry="false")
     QUEUE_FULL = _row(429, "rate_limit_error", "queue_full")
     INTERNAL = _row(500, "server_error", "internal_error")
     ENGINE_FAILED = _row(500, "server_error", "engine_error")
@@ -79,6 +82,9 @@ REFUSALS: Mapping[RefusalCode, Fault] = {
     RefusalCode.REQUESTS_PER_MINUTE: Fault.REQUESTS_PER_MINUTE,
     RefusalCode.TOKENS_PER_MINUTE: Fault.TOKENS_PER_MINUTE,
     RefusalCode.CONCURRENT_REQUESTS: Fault.CONCURRENT_REQUESTS,
+    RefusalCode.TOKENS_PER_DAY: Fault.TOKENS_PER_DAY,
+    RefusalCode.TOKENS_PER_MONTH: Fault.TOKENS_PER_MONTH,
+    RefusalCode.BUDGET: Fault.BUDGET,
     RefusalCode.QUEUE_FULL: Fault.QUEUE_FULL,
     RefusalCode.EXCEEDS_LIMIT: Fault.EXCEEDS_LIMIT,
     RefusalCode.NO_CAPACITY: Fault.NO_CAPACITY,
@@ -119,6 +125,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: int | None = None,
+        retry_after_ms: int | None = None,
         limits: LimitStatus | None = None,
     ) -> None:
         super().__init__(message)
@@ -126,6 +133,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
+        self.retry_after_ms = retry_after_ms
         self.limits = limits
 
     @property
@@ -138,6 +146,7 @@ class ApiError(Exception):
         headers = dict(self.row.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, self.retry_after_s))
+            headers["retry-after-ms"] = str(self.retry_after_ms or 1000 * max(1, self.retry_after_s))
         elif self.row.status == 429:
             headers["x-should-retry"] = "false"  # the limit is 0: no wait makes room
         return headers
@@ -170,7 +179,14 @@ def of_refusal(refusal: Refusal, prompt_field: str) -> ApiError:
     fault = REFUSALS[refusal.code]
     param = prompt_field if fault is Fault.KV_CAPACITY_EXCEEDED else None
     message = f"{param}: {refusal.message}" if param else refusal.message
-    return ApiError(fault, message, param=param, retry_after_s=refusal.retry_after_s, limits=refusal.status)
+    return ApiError(
+        fault,
+        message,
+        param=param,
+        retry_after_s=refusal.retry_after_s,
+        retry_after_ms=refusal.retry_after_ms,
+        limits=refusal.status,
+    )
 
 
 def invalid(param: str, reason: str, fault: Fault = Fault.INVALID_REQUEST) -> ApiError:

@@ -98,7 +98,7 @@ class Gate:
         if call.limits is None:
             try:
                 async with asyncio.timeout(LIMITS_TIMEOUT_S):
-                    call.limits = await self._admission.limits(call.caller.tenant)
+                    call.limits = await self._admission.limits(call.caller.tenant, call.caller.key_id)
             except Exception:
                 logger.warning("no rate-limit headers for tenant %s", call.caller.tenant, exc_info=True)
                 return headers

@@ -19,7 +19,7 @@ def echoed_request_id(given: str | None) -> str:
 
 
 def rate_limit_headers(limits: LimitStatus) -> dict[str, str]:
-    """The x-ratelimit headers, in OpenAI's form. A limit that the tenant does not have has no headers."""
+    """The x-ratelimit headers, in OpenAI's form, and whose limit it is. A limit that there is not has no headers."""
     return _window("requests", limits.requests) | _window("tokens", limits.tokens)
 
 
@@ -30,7 +30,7 @@ def _window(name: str, window: WindowStatus | None) -> dict[str, str]:
         f"x-ratelimit-limit-{name}": str(window.limit),
         f"x-ratelimit-remaining-{name}": str(window.remaining),
         f"x-ratelimit-reset-{name}": go_duration(window.reset_s),
-    }
+    } | ({f"x-ratelimit-scope-{name}": window.scope.level.value} if window.scope else {})
 
 
 def go_duration(seconds: float) -> str:

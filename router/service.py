@@ -32,8 +32,8 @@ class Admission(Protocol):
     def close(self, request_id: str, usage: Usage | None) -> None:
         """Give a permit back with what was used, None: nothing ran. Never blocks, idempotent; it is delivered later."""
 
-    async def limits(self, tenant: str) -> LimitStatus:
-        """The tenant's rate limits now."""
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
+        """The rate limits of a tenant and its key now."""
 
 
 class Replicas(TokenSource, Protocol):
@@ -91,6 +91,7 @@ class Service:
             work = Work(
                 request_id=request_id,
                 tenant=caller.tenant,
+                key=caller.key_id,
                 lane=lane,
                 request=request,
                 model=model,

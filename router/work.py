@@ -19,6 +19,7 @@ class Work:
 
     request_id: str
     tenant: str
+    key: str
     lane: Lane
     request: GenerationRequest
     model: ServedModel
@@ -32,6 +33,7 @@ class Work:
         return AdmissionAsk(
             request_id=self.request_id,
             tenant=self.tenant,
+            key=self.key,
             model=self.model.id,
             lane=self.lane,
             prompt_tokens=sum(lengths),

@@ -10,7 +10,8 @@ from pathlib import Path
 from deployments.cli.client import admin_client
 from deployments.cli.status import memory_lines
 from deployments.cli.terminal import CliError, pull_progress, say, stderr
-from deployments.config import ConfigFileError, KeySection, RoulantConfig, load_config
+from deployments.config import ConfigFileError, RoulantConfig, load_config
+from deployments.config_terms import KeySection
 from deployments.home import roulant_home, secret
 from deployments.local import LocalService, ServiceError, serve_until_stopped
 from deployments.models import CATALOGUE, ModelError, pull

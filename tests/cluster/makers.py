@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from fractions import Fraction
+from typing import Any
 
 from cluster.admission import AdmissionController
 from cluster.api import (
     AdmissionAsk,
     AdmissionSnapshot,
+    Directory,
     Lane,
     Limits,
+    ModelTerms,
     Permit,
     Queued,
     QueuePolicy,
     Refusal,
     Tenant,
     Usage,
+    WallClock,
 )
 from cluster.fair_queue import Waiter
 
@@ -65,23 +70,14 @@ def waiter(
     )
 
 
-def tenant(
-    tenant_id: str = "a",
-    /,
-    *,
-    weight: int = 1,
-    burst_s: int = 60,
-    requests_per_minute: int | None = None,
-    tokens_per_minute: int | None = None,
-    concurrent_requests: int | None = None,
-) -> Tenant:
-    limits = Limits(
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrent_requests=concurrent_requests,
-        burst_s=burst_s,
-    )
-    return Tenant(id=tenant_id, name=tenant_id, weight=weight, limits=limits)
+LIMITS = {each.name for each in fields(Limits)}
+
+
+def tenant(tenant_id: str = "a", /, **terms: Any) -> Tenant:
+    """Terms are fields of `Tenant`, or of its `Limits`."""
+    limits = Limits(**{name: value for name, value in terms.items() if name in LIMITS})
+    others = {name: value for name, value in terms.items() if name not in LIMITS}
+    return Tenant(id=tenant_id, name=tenant_id, limits=limits, **others)
 
 
 def controller(
@@ -92,8 +88,10 @@ def controller(
     policy: QueuePolicy | None = None,
 ) -> AdmissionController:
     """A controller with one replica per model, reported at time 0 (none if `slots` is 0)."""
-    known = {each.id: each for each in tenants or (tenant("a"), tenant("b"))}
-    made = AdmissionController(known, models, policy or QueuePolicy())
+    directory = Directory(
+        tenants=tenants or (tenant("a"), tenant("b")), models=[ModelTerms(id=model) for model in models]
+    )
+    made = AdmissionController(directory, policy or QueuePolicy(), WallClock(wall_ns=0, now_ns=0))
     for model in models if slots else ():
         made.report_replica(model, f"{model}-1", slots, kv_tokens, 0)
     return made

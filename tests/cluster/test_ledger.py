@@ -2,17 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.api import LimitStatus, Tenant, TenantSnapshot
-from cluster.ledger import OWNER_LEASE_NS, WRITE_OFF_MEMORY_NS, Claim, Ledger, Scope, Shortfall
-from tests.cluster.makers import OWNER, S, tenant, used
+from cluster.account import Shortfall
+from cluster.api import Directory, LimitKind, LimitStatus, ModelTerms, Tenant, TenantSnapshot, WallClock
+from cluster.ledger import OWNER_LEASE_NS, WRITE_OFF_MEMORY_NS, Claim, Ledger
+from tests.cluster.makers import MODEL, OWNER, S, tenant, used
 
 
 def ledger(*tenants: Tenant) -> Ledger:
-    return Ledger({each.id: each for each in tenants})
+    return Ledger(Directory(tenants=tenants, models=[ModelTerms(id=MODEL)]), WallClock(wall_ns=0, now_ns=0))
 
 
 def claim(request_id: str, tenant_id: str = "a", *, prompt: int = 10, tokens: int = 30) -> Claim:
-    return Claim(request_id=request_id, tenant=tenant_id, prompt_tokens=prompt, tokens=tokens)
+    return Claim(
+        request_id=request_id,
+        tenant=tenant_id,
+        key=None,
+        model=MODEL,
+        prompt_tokens=prompt,
+        output_tokens=tokens - prompt,
+    )
 
 
 def account(book: Ledger, tenant_id: str = "a", now_ns: int = 0) -> TenantSnapshot:
@@ -20,13 +28,13 @@ def account(book: Ledger, tenant_id: str = "a", now_ns: int = 0) -> TenantSnapsh
 
 
 def tokens_left(book: Ledger, now_ns: int = 0) -> int:
-    status = book.status("a", now_ns).tokens
+    status = book.status("a", None, MODEL, now_ns).tokens
     assert status is not None
     return status.remaining
 
 
 def requests_left(book: Ledger, now_ns: int = 0) -> int:
-    status = book.status("a", now_ns).requests
+    status = book.status("a", None, MODEL, now_ns).requests
     assert status is not None
     return status.remaining
 
@@ -82,24 +90,24 @@ def test_reserving_an_open_claim_again_only_changes_its_owner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "scope", "retry_ns"),
+    ("limits", "kind", "retry_ns"),
     [
-        ({"requests_per_minute": 1, "tokens_per_minute": 100}, Scope.REQUESTS_PER_MINUTE, 60 * S),
-        ({"requests_per_minute": 100, "tokens_per_minute": 40}, Scope.TOKENS_PER_MINUTE, 30 * S),
-        ({"concurrent_requests": 1}, Scope.CONCURRENT_REQUESTS, 1 * S),
-        ({"requests_per_minute": 1, "concurrent_requests": 1}, Scope.REQUESTS_PER_MINUTE, 60 * S),
+        ({"requests_per_minute": 1, "tokens_per_minute": 100}, LimitKind.REQUESTS_PER_MINUTE, 60 * S),
+        ({"requests_per_minute": 100, "tokens_per_minute": 40}, LimitKind.TOKENS_PER_MINUTE, 30 * S),
+        ({"concurrent_requests": 1}, LimitKind.CONCURRENT_REQUESTS, 1 * S),
+        ({"requests_per_minute": 1, "concurrent_requests": 1}, LimitKind.REQUESTS_PER_MINUTE, 60 * S),
         (
             {"requests_per_minute": 1, "tokens_per_minute": 30, "concurrent_requests": 1},
-            Scope.REQUESTS_PER_MINUTE,
+            LimitKind.REQUESTS_PER_MINUTE,
             60 * S,
         ),
     ],
 )
-def test_the_scope_that_binds_longest_is_named(limits: dict[str, int], scope: Scope, retry_ns: int) -> None:
+def test_the_limit_that_binds_longest_is_named(limits: dict[str, int], kind: LimitKind, retry_ns: int) -> None:
     book = ledger(tenant(**limits))
     book.reserve(claim("r"), OWNER, 0)
     shortfall = binding(book, claim("s"))
-    assert (shortfall.scope, shortfall.retry_after_ns) == (scope, retry_ns)
+    assert (shortfall.kind, shortfall.retry_after_ns) == (kind, retry_ns)
 
 
 def test_when_the_wait_is_over_all_rate_scopes_have_room() -> None:
@@ -112,18 +120,18 @@ def test_when_the_wait_is_over_all_rate_scopes_have_room() -> None:
     assert book.shortfall(claim("s", tokens=20), wait_ns - 1) is not None
 
 
-@pytest.mark.parametrize("scope", list(Scope))
-def test_zero_allows_nothing_and_no_wait_helps(scope: Scope) -> None:
-    book = ledger(tenant(**{scope.name.lower(): 0}))
+@pytest.mark.parametrize("kind", list(LimitKind))
+def test_zero_allows_nothing_and_no_wait_helps(kind: LimitKind) -> None:
+    book = ledger(tenant(**{kind: 0}))
     shortfall = binding(book, claim("r"))
-    assert (shortfall.scope, shortfall.limit, shortfall.retry_after_ns) == (scope, 0, None)
+    assert (shortfall.kind, shortfall.limit, shortfall.retry_after_ns) == (kind, 0, None)
 
 
 def test_what_can_never_fit_binds_before_what_only_has_to_wait() -> None:
     book = ledger(tenant(requests_per_minute=1, tokens_per_minute=100))
     book.reserve(claim("r"), OWNER, 0)
     shortfall = binding(book, claim("s", tokens=101))
-    assert (shortfall.scope, shortfall.capacity, shortfall.asked) == (Scope.TOKENS_PER_MINUTE, 100, 101)
+    assert (shortfall.kind, shortfall.capacity, shortfall.asked) == (LimitKind.TOKENS_PER_MINUTE, 100, 101)
     assert shortfall.retry_after_ns is None
 
 
@@ -140,13 +148,13 @@ def test_no_limit_means_no_shortfall_and_no_status() -> None:
     for number in range(1000):
         book.reserve(claim(str(number), tokens=10**9), OWNER, 0)
     assert book.shortfall(claim("r", tokens=10**12), 0) is None
-    assert book.status("a", 0) == LimitStatus(requests=None, tokens=None)
-    assert book.token_capacity("a") is None
+    assert book.status("a", None, MODEL, 0) == LimitStatus(requests=None, tokens=None)
+    assert book.output_room("a", None, MODEL, 10) is None
 
 
 def test_unknown_tenant_is_named() -> None:
     book = ledger(tenant("a"), tenant("b"))
-    with pytest.raises(LookupError, match=r"no tenant 'x'; there are \['a', 'b'\]"):
+    with pytest.raises(LookupError, match="no tenant 'x'"):
         book.reserve(claim("r", "x"), OWNER, 0)
     book.check_integrity(set())
 

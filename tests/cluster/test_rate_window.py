@@ -202,3 +202,36 @@ def test_a_clock_in_disorder_is_the_same_as_one_that_stands_still(times: list[tu
         disordered.settle(disordered.debit(units, now_ns), units // 2, now_ns)
         ordered.settle(ordered.debit(units, latest), units // 2, latest)
     assert disordered.status(latest + later) == ordered.status(latest + later)
+
+
+def test_another_limit_keeps_what_is_missing_but_no_debt() -> None:
+    bucket = window(limit=1000)
+    debit = bucket.debit(600, 0)
+    bucket.change(700, 60, 0)
+    assert (bucket.left(0), bucket.retry_after_ns(101, 0)) == (100, -(-MINUTE // 700))
+    bucket.settle(debit, 200, 0)
+    assert bucket.left(0) == 500
+    bucket.debit(500, 0)
+    bucket.change(60, 60, 0)
+    assert (bucket.left(0), bucket.retry_after_ns(1, 0)) == (0, 1 * S)
+
+
+@given(
+    limit=st.integers(1, 100),
+    steps=st.lists(st.tuples(st.integers(0, 20 * S), st.integers(0, 60), st.integers(0, 60)), max_size=20),
+)
+def test_a_change_to_the_same_limit_changes_nothing(limit: int, steps: list[tuple[int, int, int]]) -> None:
+    left_alone, changed = window(limit), window(limit)
+    now_ns, open_debits = 0, []
+    for wait_ns, wanted, really in steps:
+        now_ns += wait_ns
+        # Without debt, for of that a change forgives what is more than the capacity.
+        units = min(wanted, left_alone.left(now_ns))
+        changed.change(limit, 60, now_ns)
+        open_debits.append((left_alone.debit(units, now_ns), changed.debit(units, now_ns), min(really, units)))
+        if really % 3 == 0:
+            mine, its, used = open_debits.pop(really % len(open_debits))
+            left_alone.settle(mine, used, now_ns)
+            changed.settle(its, used, now_ns)
+        assert changed.status(now_ns) == left_alone.status(now_ns)
+        changed.check_integrity(len(open_debits))

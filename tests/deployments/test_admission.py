@@ -11,15 +11,21 @@ import pytest
 from cluster.admission import AdmissionController
 from cluster.api import (
     AdmissionAsk,
+    Directory,
+    KeyTerms,
     Lane,
+    Level,
     Limits,
     LimitStatus,
+    ModelTerms,
     Permit,
     QueuePolicy,
     Refusal,
     RefusalCode,
+    Scope,
     Tenant,
     Usage,
+    WallClock,
     WindowStatus,
 )
 from deployments.admission import SILENT_REPLICA_NS, AdmissionDesk
@@ -79,9 +85,9 @@ class Link:
             self.on_decisions()
         return answer
 
-    async def limits(self, tenant: str) -> LimitStatus:
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
         self._check()
-        return await self.desk.limits(tenant)
+        return await self.desk.limits(tenant, key)
 
     def _check(self) -> None:
         if self.cut:
@@ -90,7 +96,12 @@ class Link:
 
 def new_desk(clock: Clock, life: str = "first") -> AdmissionDesk:
     numbers = count(1)
-    controller = AdmissionController({"acme": Tenant(id="acme", name="Acme", limits=LIMITS)}, [MODEL], QueuePolicy())
+    directory = Directory(
+        tenants=[Tenant(id="acme", name="Acme", limits=LIMITS)],
+        models=[ModelTerms(id=MODEL)],
+        keys=[KeyTerms(id="acme/key", tenant="acme")],
+    )
+    controller = AdmissionController(directory, QueuePolicy(), WallClock(wall_ns=0, now_ns=0))
     return AdmissionDesk(controller, clock, grants_wait_s=0.001, new_epoch=lambda: f"{life}-{next(numbers)}")
 
 
@@ -295,11 +306,13 @@ async def test_a_new_desk_learns_who_runs_who_waits_and_who_has_ended(
 
 
 async def test_limits_are_asked_for_and_left_out_while_nobody_answers(link: Link, client: AdmissionClient) -> None:
-    assert (await client.limits("acme")).requests == WindowStatus(limit=600, remaining=600, reset_s=0.0)
+    scope = Scope(level=Level.TENANT, id="acme")
+    requests = (await client.limits("acme", "acme/key")).requests
+    assert requests == WindowStatus(limit=600, remaining=600, reset_s=0.0, scope=scope)
 
     link.cut = True
 
-    assert await client.limits("acme") == LimitStatus()
+    assert await client.limits("acme", "acme/key") == LimitStatus()
 
 
 async def test_a_desk_that_drains_refuses_newcomers_and_counts_the_others(link: Link, client: AdmissionClient) -> None:

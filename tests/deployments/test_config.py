@@ -7,7 +7,7 @@ from textwrap import indent
 import pytest
 import yaml
 
-from cluster.api import Lane, Limits, Tenant
+from cluster.api import PICO, KeyTerms, Lane, Limits, ModelTerms, Organisation, Tenant
 from deployments.config import (
     ConfigFileError,
     EngineSection,
@@ -172,7 +172,8 @@ def test_a_misspelled_key_at_the_top_is_named_too() -> None:
 def test_a_key_that_resembles_nothing_is_answered_with_all_keys() -> None:
     text = SMALL.replace("- id: acme", "- {id: acme, xyzzy: 1}")
 
-    assert faults(text) == ["tenants[0].xyzzy: unknown key; known: id, name, weight, max_priority, models, limits"]
+    known = "limits, model_limits, id, name, weight, max_priority, models, parent, time_zone"
+    assert faults(text) == [f"tenants[0].xyzzy: unknown key; known: {known}"]
 
 
 def test_all_faults_are_reported_at_once() -> None:
@@ -247,3 +248,77 @@ def test_a_fault_in_a_file_names_the_file(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigFileError, match=r"service\.yaml:\n  models: "):
         load_config(path)
+
+
+SCOPES = """
+organisations:
+  - {id: group, time_zone: Europe/Berlin, limits: {budget_per_month: 12.5}}
+models:
+  - id: tiny
+    limits: {concurrent_requests: 5}
+    price_per_million: {prompt: 0.15, completion: 0.6}
+    cached_tokens_percent: 25
+  - {id: big, price_per_million: {prompt: 2, cached_prompt: 0.000001, completion: 10}}
+tenants:
+  - {id: acme, parent: group, time_zone: Asia/Tokyo, limits: {tokens_per_day: 0}, model_limits: {big: {burst_s: 7}}}
+keys:
+  - {tenant: acme, file: ci, env: CI_KEY, limits: {requests_per_minute: 3}, model_limits: {tiny: {burst_s: 9}}}
+"""
+
+
+def test_every_scope_s_limits_reach_the_directory() -> None:
+    directory = parse_config(SCOPES).directory()
+    assert directory.organisations["group"] == Organisation(
+        id="group", name="group", limits=Limits(budget_per_month=125 * PICO // 10), time_zone="Europe/Berlin"
+    )
+    assert directory.tenants["acme"] == Tenant(
+        id="acme",
+        name="acme",
+        parent="group",
+        time_zone="Asia/Tokyo",
+        limits=Limits(tokens_per_day=0),
+        model_limits={"big": Limits(burst_s=7)},
+    )
+    assert directory.keys["acme/ci"] == KeyTerms(
+        id="acme/ci",
+        tenant="acme",
+        limits=Limits(requests_per_minute=3),
+        model_limits={"tiny": Limits(burst_s=9)},
+    )
+    assert directory.models["tiny"] == ModelTerms(
+        id="tiny",
+        limits=Limits(concurrent_requests=5),
+        prompt_price=150_000,
+        cached_price=150_000,
+        completion_price=600_000,
+        cached_percent=25,
+    )
+    assert directory.models["big"].cached_price == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        (
+            "parent: group",
+            "parent: grup",
+            "tenant 'acme' has parent 'grup': no such organisation; did you mean 'group'?",
+        ),
+        ("{big: {", "{bog: {", "tenants[0].model_limits: no such model id 'bog'; did you mean 'big'?"),
+        ("Asia/Tokyo", "Asia/Edo", "tenants[0].time_zone: 'Asia/Edo' is no time zone; names look like 'Europe/Berlin'"),
+        ("12.5", "-1", "organisations[0].limits.budget_per_month: Input should be greater than or equal to 0"),
+        ("{burst_s: 9}", "{burst: 9}", "keys[0].model_limits.tiny.burst: unknown key; did you mean 'burst_s'?"),
+        (
+            "0.000001",
+            "0.0000001",
+            "models[1].price_per_million.cached_prompt: Decimal input should have no more than 6 decimal places",
+        ),
+    ],
+)
+def test_faults_of_scopes_are_named(before: str, after: str, fault: str) -> None:
+    assert faults(SCOPES.replace(before, after)) == [fault]
+
+
+def test_a_tenant_s_keys_have_names_of_their_own() -> None:
+    again = SMALL + "  - {tenant: acme, file: acme, env: OTHER_KEY}\n"
+    assert faults(again) == ["keys: key of a tenant used more than once: acme/acme"]

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from deployments.config import EngineSection, KeySection, ModelSection, RoulantConfig, TenantSection, load_config
+from deployments.config import EngineSection, ModelSection, RoulantConfig, load_config
+from deployments.config_terms import KeySection, TenantSection
 from deployments.home import roulant_home
 from deployments.local import LocalService
 from deployments.models import DEFAULT_MODEL, pull

@@ -279,7 +279,7 @@ def test_protection_asks_for_a_block_of_output_since_the_last_return() -> None:
         step(scheduler, executor)
     scheduler.roster.preempt(sequence)
     sequence.preemptions_in_a_row = 2
-    counts = []
+    counts: list[int] = []
     while len(counts) < 5:
         num_output = sequence.num_output
         step(scheduler, executor)

@@ -106,7 +106,7 @@ class FakeAdmission:
     def close(self, request_id: str, usage: Usage | None) -> None:
         self.closed.append((request_id, usage))
 
-    async def limits(self, tenant: str) -> LimitStatus:
+    async def limits(self, tenant: str, key: str) -> LimitStatus:
         if self.limits_error is not None:
             raise self.limits_error
         return LIMITS

@@ -67,12 +67,15 @@ def test_every_refusal_code_names_itself_to_the_client(code: RefusalCode) -> Non
 @pytest.mark.parametrize(
     ("code", "retry_after_s", "status", "headers"),
     [
-        (RefusalCode.REQUESTS_PER_MINUTE, 7, 429, {"retry-after": "7"}),
-        (RefusalCode.QUEUE_FULL, 0, 429, {"retry-after": "1"}),
+        (RefusalCode.REQUESTS_PER_MINUTE, 7, 429, {"retry-after": "7", "retry-after-ms": "7000"}),
+        (RefusalCode.QUEUE_FULL, 0, 429, {"retry-after": "1", "retry-after-ms": "1000"}),
         (RefusalCode.TOKENS_PER_MINUTE, None, 429, {"x-should-retry": "false"}),
         (RefusalCode.CONCURRENT_REQUESTS, None, 429, {"x-should-retry": "false"}),
+        (RefusalCode.TOKENS_PER_DAY, 9, 429, {"retry-after": "9", "retry-after-ms": "9000"}),
+        (RefusalCode.TOKENS_PER_MONTH, 9, 429, {"retry-after": "9", "retry-after-ms": "9000"}),
+        (RefusalCode.BUDGET, 9, 429, {"retry-after": "9", "retry-after-ms": "9000", "x-should-retry": "false"}),
         (RefusalCode.EXCEEDS_LIMIT, None, 400, {}),
-        (RefusalCode.NO_CAPACITY, 2, 503, {"retry-after": "2"}),
+        (RefusalCode.NO_CAPACITY, 2, 503, {"retry-after": "2", "retry-after-ms": "2000"}),
         (RefusalCode.KV_CAPACITY_EXCEEDED, None, 400, {}),
     ],
 )

@@ -284,7 +284,7 @@ async def test_operators_see_why_a_request_waits_by_the_id_of_its_answer(
 async def test_operators_see_the_queue_and_tenants_do_not(client: httpx.AsyncClient) -> None:
     response = await client.get("/admin/v1/queue", headers=key(ADMIN_KEY))
     assert response.status_code == 200
-    assert response.json()["models"][0]["requests"] == {"limit": 10, "remaining": 7, "reset_s": 18.0}
+    assert response.json()["models"][0]["requests"] == {"limit": 10, "remaining": 7, "reset_s": 18.0, "scope": None}
     for path in ("/admin/v1/queue", "/admin/v1/queue/", "/admin", "/admin/v1/nothing"):
         assert error_of(await client.get(path), 403)["code"] == "admin_key_required"
     error_of(await client.get("//admin/v1/queue".replace("//", "http://router//", 1)), 404)

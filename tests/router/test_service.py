@@ -74,6 +74,7 @@ async def test_admission_and_engine_are_asked_for_the_same_request(house: House)
             lane=Lane.BATCH,
             prompt_tokens=PROMPT_TOKENS,
             max_output_tokens=5,
+            key="k1",
         )
     ]
     (job,) = house.replicas.requests
